@@ -20,7 +20,7 @@ is the schedule's again. A loop may also
 
 and after any error, its own or of a call, it must call `fail_step` or `close`: a bounded step has changed the rate.
 
-Probes are called and timed from here alone. Hooks are active from `microbatch` to the next call, while only the loop's
+Probes run in these calls alone. Hooks are active from `microbatch` to the next call, while only the loop's
 own backward runs. The driver only reads: parameters and random streams are bitwise the same as without probes, on a GPU
 with deterministic kernels.
 """
@@ -93,7 +93,7 @@ class StepDriver:
         self.costs = Costs(torch.device("cpu"))
         self._requirements = Requirements.of(self.probes)
         self._probe_states = ProbeStates(self.probes)
-        self._seen_prompts = SeenPrompts()
+        self.seen_prompts = SeenPrompts()
         self._training: _Training | None = None
         self._open_step: OpenStep | None = None  # the current step, between `begin` and `finish`
         self._participants: Sequence[KLBound | Measurer] = ()  # those in the current step, in the order of their calls
@@ -147,7 +147,7 @@ class StepDriver:
         self.end()
         kept = {name: (states or {}).get(name, state) for name, state in self.initial_states().items()}
         self._probe_states.values = {probe.name: kept[probe.name] for probe in self.probes}
-        self._seen_prompts = SeenPrompts()
+        self.seen_prompts = SeenPrompts()
         requirements = self._requirements
         shard = loop.shard.with_fusion(requirements.fusion(loop.shard.layout))
         loop = dataclasses.replace(loop, shard=shard)
@@ -224,8 +224,8 @@ class StepDriver:
         after = [StepPhase.FILLED] if self.needs_scores else [StepPhase.PLANNED, StepPhase.FILLED]
         step = self._enter(StepPhase.READY, after)
         self.finish_backward()
-        self._seen_prompts.start_rollout(rollout_number)
-        step.seen_prompts = self._seen_prompts.numbers
+        step.rollout_number = rollout_number
+        step.seen_prompts = self.seen_prompts.of_rollout(rollout_number)
         for participant in self._participants:
             with self._isolated():
                 participant.before_step(step)
@@ -243,7 +243,7 @@ class StepDriver:
         """
         step = self._enter(StepPhase.STEPPED, after=[StepPhase.READY, StepPhase.SKIPPED])
         if was_taken:
-            self._seen_prompts.add(step.rollouts)  # even if it is not measured: a later step on these prompts may be
+            self.seen_prompts.add(step.rollout_number, step.rollouts)  # measured or not: a later step may be
         for participant in self._participants:
             with self._isolated():
                 participant.after_step(step, was_taken)

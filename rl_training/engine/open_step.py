@@ -29,24 +29,27 @@ from rl_training.step.loss_weights import LossWeights
 from rl_training.step.needs import Need
 from rl_training.vocabulary import ENGINE, KL_BOUND
 
+MAX_ROLLOUTS = 256  # how many rollouts are remembered, since a loop may return to one
 
-@dataclass
+
 class SeenPrompts:
-    """The prompts of the latest rollout from which optimizer steps on this rank have learned."""
+    """The prompts of the latest rollouts from which optimizer steps on this rank have learned."""
 
-    rollout_number: int = 0  # of the latest rollout
-    numbers: set[int] = field(default_factory=set)
+    def __init__(self) -> None:
+        self._by_rollout: dict[int, set[int]] = {}
 
-    def start_rollout(self, rollout_number: int) -> None:
-        """Start over if this is a new rollout."""
-        if rollout_number != self.rollout_number:
-            self.rollout_number = rollout_number
-            self.numbers = set()
+    def of_rollout(self, rollout_number: int) -> set[int]:
+        """Return the prompts of this rollout from which steps have learned."""
+        return self._by_rollout.get(rollout_number, set())
 
-    def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Add the prompts from which a step has learned."""
+    def add(self, rollout_number: int, rollouts: Sequence[Rollout]) -> None:
+        """Add the prompts of this rollout from which a step has learned."""
+        seen = self._by_rollout.pop(rollout_number, set())  # added again below as the latest
         if rollouts:
-            self.numbers.update(torch.cat([rollout.prompt_index for rollout in rollouts]).tolist())
+            seen.update(torch.cat([rollout.prompt_index for rollout in rollouts]).tolist())
+        self._by_rollout[rollout_number] = seen
+        if len(self._by_rollout) > MAX_ROLLOUTS:
+            del self._by_rollout[next(iter(self._by_rollout))]
 
 
 class StepPhase(enum.StrEnum):
@@ -82,6 +85,7 @@ class OpenStep:
     loss_settings: LossSettings | None = None  # of the latest microbatch
 
     # Once its gradients are ready.
+    rollout_number: int = 0  # the rollout of the training that it learns from
     seen_prompts: set[int] = field(default_factory=set)  # from which earlier steps on the same rollout have learned
     context: StepContext | None = None  # set if probes measure it
     witness: GradientWitness | None = None  # set with the context, if probes measure the gradient's norms
@@ -176,12 +180,8 @@ class OpenStep:
         functions are kept if all microbatches of all ranks have the same ones.
         """
         anywhere = self._facts_anywhere(ranks)
-        names = [name for name in ("sampling_logps", "old_logps") if anywhere[name]]
-        filled = []
-        for rollout, scores in zip(self.rollouts, self.scores, strict=True):
-            missing: dict[str, Any] = {name: scores.logps for name in names if getattr(rollout, name) is None}
-            filled.append(dataclasses.replace(rollout, **missing))
-        dropped: dict[str, Any] = {}
+        filled = [_with_both_logps(*microbatch) for microbatch in zip(self.rollouts, self.scores, strict=True)]
+        dropped: dict[str, Any] = {name: None for name in ("sampling_logps", "old_logps") if not anywhere[name]}
         if anywhere["unknown_sampler"]:
             dropped |= {"sampling_logps": None, "old_logps": None}
         if anywhere["no_rewards"]:
@@ -228,6 +228,18 @@ class OpenStep:
                 for weights, scores in zip(self.loss_weights, self.scores, strict=True)
             ]
         )
+
+
+def _with_both_logps(rollout: Rollout, scores: Scores) -> Rollout:
+    """Return a microbatch whose missing log-probabilities are filled, the sampler's by the policy's own.
+
+    Ratios are then 1. The old ones of an off-policy microbatch without them are its sampler's, as `Rollout` says.
+    """
+    sampling_logps = scores.logps if rollout.sampling_logps is None else rollout.sampling_logps
+    old_logps = rollout.old_logps
+    if old_logps is None:
+        old_logps = scores.logps if rollout.on_policy else sampling_logps
+    return dataclasses.replace(rollout, sampling_logps=sampling_logps, old_logps=old_logps)
 
 
 def enter(step: OpenStep | None, phase: StepPhase, after: Sequence[StepPhase]) -> OpenStep:

@@ -40,7 +40,7 @@ class _PredictedStep:
 
     number: int
     weights: Tensor  # when the probes see the step
-    formula_update: Tensor | None  # what the formula adds to them. None if the optimizer has none, or no prediction
+    intended: Tensor | None  # what the formula adds to them. None if the optimizer has none, or no prediction
     no_formula: Unavailable | None  # the reason why there is no formula
     is_rounded: bool  # whether weights are rounded, so that the measured update takes the formula's place
     max_error: float  # of the step, relative to the formula's
@@ -127,7 +127,7 @@ class Predictions:
         self._step = _PredictedStep(
             number=step.number,
             weights=self._weights_at_measure,
-            formula_update=None if prediction.intended is None else self._verifier.sample(prediction.intended),
+            intended=None if prediction.intended is None else self._verifier.sample(prediction.intended),
             no_formula=prediction.reason or step.optimizer.reason,
             is_rounded=is_rounded,
             max_error=ROUNDED_WEIGHTS_TOLERANCE if is_rounded else step.optimizer.max_error,
@@ -136,7 +136,7 @@ class Predictions:
 
     def about_to_step(self) -> None:
         """Read the weights right before the optimizer's step. With a formula, `verify` detects earlier edits anyway."""
-        if self._step is not None and self._step.formula_update is None:
+        if self._step is not None and self._step.intended is None:
             self._step.weights_before_step = self._verifier.read_weights()
 
     def stepped(self) -> None:
@@ -161,10 +161,10 @@ class Predictions:
         if step is None:
             return Verification()
         self._weights_after_step = self._verifier.read_weights()
-        if step.formula_update is None:
+        if step.intended is None:
             verification = self._verify_without_formula(step, was_taken)
         else:
-            verification = self._verify_formula(step, step.formula_update, self._weights_after_step, was_taken)
+            verification = self._verify_formula(step, step.intended, self._weights_after_step, was_taken)
         if prediction is not None and prediction.variance_of_batch is not None:
             self._previous.add_errors(
                 prediction.variance_of_batch,
@@ -184,10 +184,10 @@ class Predictions:
         return Verification.missing(step.no_formula)
 
     def _verify_formula(
-        self, step: _PredictedStep, formula_update: Tensor, weights_after_step: Tensor, was_taken: bool
+        self, step: _PredictedStep, intended: Tensor, weights_after_step: Tensor, was_taken: bool
     ) -> Verification:
         """Compare the change of the weights with the formula's, and forget a δθ that is neither. Collective."""
-        estimates = self._verifier.compare(step.weights, weights_after_step - step.weights, formula_update)
+        estimates = self._verifier.compare(step.weights, weights_after_step - step.weights, intended)
         error = estimates[FORMULA_ERROR].value
         if was_taken and not error > step.max_error:  # also if it is nan: the gradient is not finite
             return Verification(estimates)

@@ -59,8 +59,8 @@ def totals_of_folds(batch: Batch, ranks: Ranks, ratios: Tensor | None) -> Tensor
     return ranks.reduce(batch.sum_by_fold(torch.stack([torch.ones_like(sums[0]), *sums], dim=1)))
 
 
-def directions_of(batch: Batch, ratios: Tensor | None, level: float, settings: EntropySettings) -> list[LossWeights]:
-    """Return the losses whose gradient X is: per token ∂H_seq − H_tok ∂E[T], and perhaps per sequence ∂H_seq.
+def target_losses(batch: Batch, ratios: Tensor | None, level: float, settings: EntropySettings) -> list[LossWeights]:
+    """Return the losses whose gradients are X: per token ∂H_seq − H_tok ∂E[T], and perhaps per sequence ∂H_seq.
 
     Args:
         batch: The batch of the step. Baselines use all responses of a prompt.
@@ -81,7 +81,7 @@ def directions_of(batch: Batch, ratios: Tensor | None, level: float, settings: E
 def send_fold_gradients(
     batch: Batch,
     passes: Passes,
-    directions: Sequence[LossWeights],
+    losses: Sequence[LossWeights],
     settings: EntropySettings,
     check: ScoreCheck,
     receiver_of: Callable[[int, range], Receiver],
@@ -94,15 +94,15 @@ def send_fold_gradients(
     Args:
         batch: The batch of the step.
         passes: The policy, the ranks and the reduction that sums gradients by fold.
-        directions: From `directions_of`.
+        losses: From `target_losses`.
         settings: How many responses of each prompt to use.
         check: Receives all scores that X is calculated from.
-        receiver_of: Returns what takes the X of a direction's index and these folds, the mean over a fold's responses.
+        receiver_of: Returns what takes the X of a target's index and these folds, the mean over a fold's responses.
     """
     num_chosen = min(settings.responses_per_prompt, batch.responses_per_prompt)
     is_chosen = response_index(batch.rollout.prompt_index) < num_chosen
     sizes = batch.fold_sizes.to(batch.fold.device)
     shares = (batch.responses_per_prompt / num_chosen / sizes[batch.fold]).unsqueeze(1)
-    weightings = Weightings(directions, shares, on_scores=check.compare, varentropy=check.is_tested)
+    weightings = Weightings(losses, shares, on_scores=check.compare, varentropy=check.is_tested)
     with passes.reduction.shard.gathered_once() if settings.keep_gathered else nullcontext():
         passes.send_gradients(batch, weightings, receiver_of, is_chosen)

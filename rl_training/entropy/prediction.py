@@ -9,9 +9,12 @@ A fold holds whole prompts.
 Where each quantity is calculated, and which reasons make it nan:
 
     all of them         X: fold_gradients.py                          `reason`, from _entropy_gradient_reason:
-                                                                      sampling_mismatch, split_prompts, one_response,
-                                                                      hooked, no_sampling_logps, sampler_too_far,
-                                                                      no_tokens; from step/score_check.py: other_scores,
+                                                                      sampling_mismatch (of the host, or
+                                                                      edited_within_step, padding_matters),
+                                                                      split_prompts (or uneven_prompts_elsewhere),
+                                                                      one_response, hooked, no_sampling_logps,
+                                                                      sampler_too_far, no_tokens; from
+                                                                      step/score_check.py: other_scores,
                                                                       not_drawn_by_policy
     entropy             totals_of_folds in fold_gradients.py          no others
     forward, its        _LeaveOneOutProducts in products.py           `forward_reason`, from _forward_reason: one_fold,
@@ -67,7 +70,7 @@ import torch
 
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropyPrediction, EntropySettings
-from rl_training.entropy.fold_gradients import directions_of, ratios_to_sampler, send_fold_gradients, totals_of_folds
+from rl_training.entropy.fold_gradients import ratios_to_sampler, send_fold_gradients, target_losses, totals_of_folds
 from rl_training.entropy.fold_sums import with_quantities
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
@@ -154,8 +157,8 @@ class EntropyPredictor:
             update_before = previous.update_before(step.number)
             products = FoldProducts(layout, sizes, self.attribution, update, leave_one_out, update_before, settings)
         score_check = ScoreCheck(batch, self.passes.policy, test)
-        directions = directions_of(batch, ratios, entropy / length, settings)
-        held = self._calculate_entropy_gradient(step, needs, directions, products, score_check)
+        losses = target_losses(batch, ratios, entropy / length, settings)
+        held = self._calculate_entropy_gradient(step, needs, losses, products, score_check)
         peak_bytes = previous.num_bytes + _num_bytes(update, products, held)
         seen = score_check.check(ranks, step.reasons)
         if seen:
@@ -178,7 +181,7 @@ class EntropyPredictor:
         self,
         step: StepData,
         needs: Need,
-        directions: Sequence[LossWeights],
+        losses: Sequence[LossWeights],
         products: FoldProducts | None,
         score_check: ScoreCheck,
     ) -> list[FoldVectors]:
@@ -187,7 +190,7 @@ class EntropyPredictor:
         Args:
             step: The step.
             needs: What probes need.
-            directions: Whose gradient X is, per token and perhaps per sequence.
+            losses: Whose gradients are X, per token and perhaps per sequence.
             products: What X is multiplied with.
             score_check: Receives all scores that X is calculated from.
 
@@ -197,10 +200,10 @@ class EntropyPredictor:
         batch = step.batch
         layout = step.gradients.layout
         # Small models: finish all backwards first; interleaving them with products thrashes the CPU cache.
-        num_held = len(directions) if layout.is_small else int(Need.FOLD_ENTROPY_GRADIENTS in needs)
+        num_held = len(losses) if layout.is_small else int(Need.FOLD_ENTROPY_GRADIENTS in needs)
         held = [FoldVectors(layout, batch.num_folds, fold_dtype(layout), self.device) for _ in range(num_held)]
         receiver_of = functools.partial(_receiver_of, held, None if layout.is_small else products)
-        send_fold_gradients(batch, self.passes, directions, self.settings, score_check, receiver_of)
+        send_fold_gradients(batch, self.passes, losses, self.settings, score_check, receiver_of)
         for x in held:
             x.complete()
         if products is not None and layout.is_small:

@@ -13,6 +13,7 @@ imports nothing slow and no library of an extra, not even Hydra.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import select
@@ -57,6 +58,8 @@ def run_command(main: Callable[[], object]) -> None:
     secrets = secrets_in(sys.argv[1:], os.environ)
     for signum in SIGNALS:
         signal.signal(signum, _interrupt)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack letters such as δ
     try:
         with require_extra():
             main()

@@ -277,6 +277,15 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(tmp_path: Path) -> 
     assert (writer.stderr.read(), writer.wait()) == (b"", 128 + signal.SIGPIPE)
 
 
+def test_a_letter_that_the_terminals_encoding_lacks_ends_no_command(tmp_path: Path) -> None:
+    code = "from rl_training.job.errors import run_command; run_command(lambda: print('δH'))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True
+    )
+    assert ended.stdout == b"?H\n"
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_a_signal_in_training_finishes_the_step_and_says_how_to_resume(tmp_path: Path) -> None:
     """This is Ctrl-C. For SIGTERM see the test below of a launcher that is gone."""
     run = tmp_path / "run"

@@ -38,6 +38,12 @@ def test_joined_with_off_policy_samples_on_policy_ones_get_the_policys_log_proba
         assert torch.equal(getattr(rollout, name), torch.cat([OWN, OWN - 1]))
 
 
+def test_old_log_probabilities_that_an_off_policy_microbatch_lacks_are_its_samplers() -> None:
+    rollout = joined([STALE, dataclasses.replace(OF_ENGINE, on_policy=False), OF_ENGINE])
+    assert torch.equal(rollout.old_logps, torch.cat([OWN - 1, OWN - 2, OWN]))
+    assert torch.equal(rollout.sampling_logps, torch.cat([OWN - 1, OWN - 2, OWN - 2]))
+
+
 @pytest.mark.parametrize("parts", [[FRESH, STALE], [STALE, FRESH]], ids=["stale last", "stale first"])
 def test_a_joined_rollout_with_a_stale_part_is_not_on_policy(parts: list[Rollout]) -> None:
     assert not join_rollouts(parts).on_policy

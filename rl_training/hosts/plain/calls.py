@@ -154,7 +154,7 @@ class MeasuredLoop:
         refusals.refuse_missing_backward(self._driver)
         refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.microbatch_size)
         refusals.refuse_one_more_microbatch(self._driver, self._loop.microbatches)
-        if rollout.on_policy and self._progress.is_rollout_reused:
+        if rollout.on_policy and self._driver.seen_prompts.of_rollout(self._progress.rollout_number):
             raise UserError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
         needs_scores = self._driver.needs_scores
         if needs_scores and not self._has_checked_scores:

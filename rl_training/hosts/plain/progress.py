@@ -29,7 +29,6 @@ class LoopProgress:
     rollout_number: int = 0  # rollout that the open step learns from
     last_step_number: int | None = None  # of the latest step that ended
     was_left_out: bool = False  # whether that step was left out without skip_step()
-    learned_rollout: int | None = None  # rollout of the latest step that the optimizer made
 
     def require(self, phase: Phase, what: str) -> None:
         """Raise UserError, with what to do, if the loop is not in this phase."""
@@ -64,11 +63,6 @@ class LoopProgress:
         rollout = number if rollout_number is None else rollout_number
         return dataclasses.replace(self, phase=Phase.IN_MICROBATCHES, open_step_number=number, rollout_number=rollout)
 
-    @property
-    def is_rollout_reused(self) -> bool:
-        """Whether the open step learns from the same rollout as the latest step that the optimizer made."""
-        return self.rollout_number == self.learned_rollout
-
     def after_end(self, was_left_out: bool) -> LoopProgress:
         """Return the progress after the open step.
 
@@ -80,5 +74,4 @@ class LoopProgress:
             phase=Phase.BETWEEN_STEPS,
             last_step_number=self.open_step_number,
             was_left_out=was_left_out,
-            learned_rollout=self.rollout_number if self.phase == Phase.STEPPED else self.learned_rollout,
         )

@@ -297,15 +297,15 @@ def test_ground_truth_from_the_loops_own_sampler_does_not_change_training(tmp_pa
     assert truth["num_samples"] == 64
 
 
-def test_a_declared_second_step_on_a_rollout_is_measured_as_off_policy(tmp_path: Path) -> None:
+def test_a_declared_step_on_an_earlier_rollout_is_measured_as_off_policy_also_after_another(tmp_path: Path) -> None:
     model, optimizer, measured = new_loop([SimpleEntropyProbe()], records=Records(tmp_path))
     for group in optimizer.param_groups:
         group["lr"] = 1e-6  # with a larger rate these random responses soon have probability 0
     sampled: list[Tensor] = []
 
-    def make_step(number: int, **known: Any) -> None:
-        with measured.step(number, rollout_number=1):
-            for k, part in enumerate(microbatches(1)):
+    def make_step(number: int, rollout_number: int, **known: Any) -> None:
+        with measured.step(number, rollout_number=rollout_number):
+            for k, part in enumerate(microbatches(rollout_number)):
                 logps, entropies = scores_of(model, part)
                 sampled.append(logps.detach())
                 older = {name: value[k] for name, value in known.items()}
@@ -317,14 +317,15 @@ def test_a_declared_second_step_on_a_rollout_is_measured_as_off_policy(tmp_path:
             optimizer.zero_grad()
 
     with measured:
-        make_step(1)
+        make_step(1, rollout_number=1)
+        make_step(2, rollout_number=2)
         with pytest.raises(ValueError, match="on_policy=False, sampling_logps="):
-            make_step(2)
+            make_step(3, rollout_number=1)
         optimizer.zero_grad()
-        make_step(2, sampling_logps=sampled[:MICROBATCHES])
-    first, second = (row for row in read_estimates(tmp_path) if row["name"] == "delta_h/forward")
-    assert first["reason"] == ""
-    assert second["reason"] == REUSED.with_fix(FIXES.no_reuse)
+        make_step(3, rollout_number=1, sampling_logps=sampled[:MICROBATCHES])
+    first, second, third = (row for row in read_estimates(tmp_path) if row["name"] == "delta_h/forward")
+    assert first["reason"] == second["reason"] == ""
+    assert third["reason"] == REUSED.with_fix(FIXES.no_reuse)
 
 
 # --- mistakes: each is one line that says what to do ------------------------------------------------------------------
