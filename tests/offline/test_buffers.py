@@ -78,7 +78,7 @@ def test_e_may_be_the_evaluation_split_or_given_rows_with_several_responses(rest
     held_out = sample_evaluation(restored, EvaluationSettings(4, source="eval"), None, 64)
     assert {row["prompt"] for row in held_out.rows} <= set(restored.trainer.eval_dataset["prompt"])
     with pytest.raises(ValueError, match=r"^evaluation.source: row 99999 "):
-        sample_evaluation(restored, EvaluationSettings(source=[99999]), None, 64)
+        sample_evaluation(restored, EvaluationSettings(responses=2, source=[99999]), None, 64)
 
 
 def test_u_has_the_rewards_and_the_filter_of_training(restored, analyzed) -> None:
