@@ -253,6 +253,8 @@ def _cost_rows(scale: Scale, deadline: Deadline, plan: list[tuple[int, int, bool
             return
         workload = scale.workload(rank, tokens, checkpointing)
         trainer, meter = trained(workload, every_second(make_probes(names)), WARM_UP + 2 * scale.pairs)
+        if trainer.attachment.driver.costs.num_bytes is None:
+            raise RuntimeError(f"no probe of {names} has measured a step")
         seconds, peaks = meter.training[WARM_UP:], meter.peaks
         ratio = statistics.median(a / b for a, b in zip(seconds[::2], seconds[1::2], strict=True))
         num_trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
