@@ -19,6 +19,7 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
     saved = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
+        if not hasattr(module, "rope_type")  # rotary.py preserves those of its tables that change
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.numel() <= MAX_ENTRIES and not buffer.is_inference()  # which never change
     ]
