@@ -180,8 +180,12 @@ class OpenStep:
         functions are kept if all microbatches of all ranks have the same ones.
         """
         anywhere = self._facts_anywhere(ranks)
-        filled = [_with_both_logps(*microbatch) for microbatch in zip(self.rollouts, self.scores, strict=True)]
-        dropped: dict[str, Any] = {name: None for name in ("sampling_logps", "old_logps") if not anywhere[name]}
+        unknown: dict[str, Any] = {name: None for name in ("sampling_logps", "old_logps") if not anywhere[name]}
+        filled = [
+            dataclasses.replace(_with_both_logps(rollout, scores), **unknown)
+            for rollout, scores in zip(self.rollouts, self.scores, strict=True)
+        ]
+        dropped: dict[str, Any] = {}
         if anywhere["unknown_sampler"]:
             dropped |= {"sampling_logps": None, "old_logps": None}
         if anywhere["no_rewards"]:

@@ -93,7 +93,8 @@ class MeasuredLoop:
 
         Args:
             number: The step's number, consecutive and counted from 1.
-            rollout_number: The rollout that it learns from, if several steps share one. None: a rollout of its own.
+            rollout_number: The rollout that it learns from, if several steps share one, in a row or not: the latest 256
+                are remembered. None: a rollout of its own.
 
         Yields:
             The step's line of metrics.jsonl. Add what the loop knows (loss, grad_norm); the rest is added at the end.

@@ -89,16 +89,16 @@ def _known_settings(name: str) -> dict[str, str]:
     Returns:
         By setting, its name in a hint, which includes the GROUP=OPTION that defines it, if any.
     """
-    own = load_plain(CONF / f"{name}.yaml")
-    groups = {group for entry in own.pop("defaults") if isinstance(entry, dict) for group in entry}
-    known = {key: key for key in flatten(own)} | {group: group for group in groups if (CONF / group).is_dir()}
+    settings = load_plain(CONF / f"{name}.yaml")
+    groups = {group for entry in settings.pop("defaults") if isinstance(entry, dict) for group in entry}
+    known = {key: key for key in flatten(settings)} | {group: group for group in groups if (CONF / group).is_dir()}
     files = sorted(CONF.glob("*/*.yaml"), key=lambda path: (_package_of(path) == EVERYTHING, path))
     for path in (path for path in files if path.parent.name in groups):  # last those that set what others have
         package = _package_of(path)
         content = {key: value for key, value in load_plain(path).items() if key != "defaults"}
         for key in flatten(content if package == EVERYTHING else {package: content}):
             option = "" if key.startswith("trainer.") else f" (of {path.parent.name}={path.stem})"  # always there
-            if key.partition(".")[0] in {*own, *groups}:
+            if key.partition(".")[0] in {*settings, *groups}:
                 known.setdefault(key, f"{key}{option}")
     return known
 

@@ -117,9 +117,9 @@ def is_a_symptom(finding: Finding, verdict: Verdict) -> bool:
 def _go_back(situation: Situation) -> Advice:
     """Advise to return to a checkpoint before the fall, with the setting of what caused it.
 
-    Without a cause: with a bounded step if reward fell, with PSR if entropy is gone; but if the steps raised the reward
-    that fell, what earns it has changed. The test of the latter, and of how
-    far to go back, is in docs/explanation/how_often_right.md.
+    Without a cause: with a bounded step if reward fell, with PSR if entropy is gone. The test of PSR, and of how far to
+    go back, is in docs/explanation/how_often_right.md. If the steps raised the reward that fell, what earns it has
+    changed, so that is to be found first.
     """
     verdict = situation.verdict
     cause = situation.cause
