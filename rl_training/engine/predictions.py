@@ -73,7 +73,6 @@ class Predictions:
             requirements.entropy,
             Attribution(loop.shard.layout.names),
             passes,
-            self._previous,
             device="cpu" if requirements.offload else None,
         )
         self._verifier = UpdateVerifier(loop.shard, loop.ranks)
@@ -121,13 +120,15 @@ class Predictions:
         asking = [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]
         if not asking:
             return None
-        prediction = self._predictor.predict(step, needs_of(asking), test)
+        prediction, update = self._predictor.predict(step, needs_of(asking), self._previous, test)
+        prediction = self._previous.advance(step, prediction, update)
         self.peak_bytes = max(self.peak_bytes, prediction.peak_bytes)
+        unrounded = prediction.unrounded_update
         is_rounded = bool(step.optimizer.rounding_reason)
         self._step = _PredictedStep(
             number=step.number,
             weights=self._weights_at_measure,
-            intended=None if prediction.intended is None else self._verifier.sample(prediction.intended),
+            intended=None if unrounded is None else self._verifier.sample(unrounded),
             no_formula=prediction.reason or step.optimizer.reason,
             is_rounded=is_rounded,
             max_error=ROUNDED_WEIGHTS_TOLERANCE if is_rounded else step.optimizer.max_error,

@@ -104,7 +104,7 @@ class EntropyPrediction:
 
     settings: EntropySettings
     labels: tuple[str, ...]  # names of the splits of `forward`
-    # Why there is no entropy gradient; only `is_seen_in_scores`, `intended` and `update` may then be set.
+    # Why there is no entropy gradient; only `is_seen_in_scores`, `unrounded_update` and `update` may then be set.
     reason: Unavailable | None = None
     # Whether `reason` is what the probes' own scores of the responses show: they differ from training's, or the policy
     # did not draw these tokens.
@@ -113,8 +113,9 @@ class EntropyPrediction:
     backward_reason: Unavailable | None = None  # why the previous update cannot be multiplied with the entropy gradient
     # Why the reward gradient is no multiple of the step's own; with per_sequence.
     reward_reason: Unavailable | None = None
-    intended: Vector | None = None  # δθ by the optimizer's formula, until the next step; None if there is none
-    update: Vector | None = None  # what weight rounding leaves of `intended`; in fp32 the same vector
+    # δθ by the optimizer's formula, before weights are rounded, until the next step; None if there is no formula
+    unrounded_update: Vector | None = None
+    update: Vector | None = None  # δθ; without rounding the same vector as `unrounded_update`
     totals: Tensor | None = None  # (K, 3): number of sequences, Σ entropy, Σ length per fold; None if `reason` is set
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
     # (products, 2), variances of all quantities but entropy, from this batch alone; with Need.ENTROPY_CHANGE
@@ -132,7 +133,7 @@ class EntropyPrediction:
             self.labels,
             reason,
             is_seen_in_scores=True,
-            intended=self.intended,
+            unrounded_update=self.unrounded_update,
             update=self.update,
             peak_bytes=self.peak_bytes,
         )

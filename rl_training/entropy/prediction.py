@@ -101,55 +101,41 @@ TOO_FAR = Unavailable(
 
 @dataclass(frozen=True)
 class EntropyPredictor:
-    """Predicts the steps of one training. Its fields are the same for all of them."""
+    """Predicts the steps of one training. It keeps nothing of a step: `PreviousUpdate` does."""
 
     settings: EntropySettings
     attribution: Attribution
     passes: Passes
-    previous: PreviousUpdate  # δθ of the previous step, which a prediction replaces by its own step's
     device: str | None = None  # where the entropy gradients of folds are kept; None: on the parameters' device
 
-    def predict(self, step: StepData, needs: Need, test: ResidualTest | None = None) -> EntropyPrediction:
-        """Predict the step's change of entropy to first order; `needs` selects the parts. Collective.
-
-        Afterwards `previous` holds this step's δθ, for the next step's `backward`, and `test` has been given the
-        scores.
-        """
-        prediction, update = self._predict(step, needs, test)
-        if prediction.reason and not prediction.is_seen_in_scores:
-            self.previous.keep_nothing(step.number, prediction.reason)
-            if test is not None:
-                test.leave_untested(prediction.reason)
-            return prediction
-        # Only now, since it may be written over the previous δθ. It does not depend on the scores.
-        intended, rounded = self.previous.replace(
-            step.number, update, step.gradients.weights, is_rounded=bool(step.optimizer.rounding_reason)
-        )
-        num_bytes_after = num_bytes(intended) + (0 if rounded is intended else num_bytes(rounded))
-        peak_bytes = max(prediction.peak_bytes, num_bytes_after)
-        return dataclasses.replace(prediction, intended=intended, update=rounded, peak_bytes=peak_bytes)
-
-    def _predict(
-        self, step: StepData, needs: Need, test: ResidualTest | None
+    def predict(
+        self, step: StepData, needs: Need, previous: PreviousUpdate, test: ResidualTest | None = None
     ) -> tuple[EntropyPrediction, StepUpdate | None]:
-        """Return the prediction without δθ, and the step's update by the optimizer's formula. Collective.
+        """Predict the step's change of entropy to first order. Collective.
 
-        `previous` is only read.
+        Args:
+            step: The step, before it is taken.
+            needs: Which parts of the prediction probes need.
+            previous: What earlier steps have left. It is only read.
+            test: Receives the scores that the entropy gradient is made of.
+
+        Returns:
+            The prediction without δθ, and δθ by the optimizer's formula, None if it is unknown. `previous.advance`
+            takes both.
         """
         batch = step.batch
         ranks = self.passes.ranks
         layout = step.gradients.layout
         settings = self.settings
         labels = self.attribution.all_labels
-        previous = self.previous
         reason = _entropy_gradient_reason(batch, ranks, step.reasons)
         if reason:
-            return EntropyPrediction(settings, labels, reason), None
+            return self._without_entropy_gradient(reason, test), None
         ratios = ratios_to_sampler(batch, ranks)
         totals = totals_of_folds(batch, ranks, ratios)
         _, entropy, length = totals.sum(dim=0).tolist()
         if not length:
-            return EntropyPrediction(settings, labels, NO_TOKENS), None
+            return self._without_entropy_gradient(NO_TOKENS, test), None
         update, leave_one_out = _whole_and_without_folds(step, ranks)
         products = None
         if Need.ENTROPY_CHANGE in needs:
@@ -176,6 +162,12 @@ class EntropyPredictor:
         if products is not None:
             prediction = with_quantities(prediction, step, ranks, previous.errors, products)
         return prediction, update
+
+    def _without_entropy_gradient(self, reason: Unavailable, test: ResidualTest | None) -> EntropyPrediction:
+        """Return the prediction of a step that has no entropy gradient, for this reason."""
+        if test is not None:
+            test.leave_untested(reason)
+        return EntropyPrediction(self.settings, self.attribution.all_labels, reason)
 
     def _calculate_entropy_gradient(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rl_training.entropy.data import BACKWARD
+from rl_training.entropy.data import BACKWARD, EntropyPrediction
 from rl_training.optim.rounding import rounded_update
 from rl_training.optim.updates import StepUpdate, compute_update
 from rl_training.parallel.sharded_vector import ShardedVector
@@ -16,6 +17,7 @@ from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, num_bytes
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.data import StepData
 from rl_training.step.reasons import STEP_TAKEN_AGAIN
 
 FAILED = Unavailable("failed", "the step failed before the optimizer took it")
@@ -41,9 +43,9 @@ class UpdateState:
 class PreviousUpdate:
     """Holds δθ of the previous step, and the variances of the last steps' products.
 
-    A step's δθ takes the place of the previous one in a single call: `replace`, or `keep_nothing` if it stays unknown.
+    A step's δθ takes the place of the previous one in a single call: `advance`, or `keep_nothing` if it stays unknown.
     If it cannot come from the formula, because there is none or weights are rounded, the weights before the step are
-    kept until it has been taken, and δθ is their difference.
+    kept until it has been taken, and δθ is their difference, which `finish` calculates.
 
     Args:
         shard: This rank's entries of the parameters.
@@ -80,7 +82,7 @@ class PreviousUpdate:
         return num_bytes(self.update) + num_bytes([*self._old_weights.values()])
 
     def update_before(self, step: int) -> Vector | None:
-        """Return δθ of step − 1, or None if it is unknown. Valid until `replace`, which may write over it."""
+        """Return δθ of step − 1, or None if it is unknown. Valid until `advance`, which may write over it."""
         return self.update if self.step == step - 1 else None
 
     def reason(self, step: int) -> Unavailable | None:
@@ -93,30 +95,32 @@ class PreviousUpdate:
             return STEP_NOT_MEASURED.formatted(step=step - 1)
         return self._reason
 
-    def replace(
-        self, step: int, update: StepUpdate | None, weights: Mapping[str, Tensor], *, is_rounded: bool
-    ) -> tuple[Vector | None, Vector | None]:
-        """Put a step's δθ in the place of the last one. Unless `update` holds it, it is written over the last one.
+    def advance(self, step: StepData, prediction: EntropyPrediction, update: StepUpdate | None) -> EntropyPrediction:
+        """Put a predicted step's δθ in the place of the last one, and return the prediction with it.
+
+        Unless `update` holds it, it is written over the last one. So call this only once everything has been multiplied
+        with that.
 
         Args:
-            step: The number of the step.
-            update: The step's update by the optimizer's formula. None if there is no formula.
-            weights: This rank's weights before the step, by name, (n,) each.
-            is_rounded: Whether the optimizer rounds them.
-
-        Returns:
-            δθ by the formula, and what rounding leaves of it; None without a formula.
+            step: The step, before it is taken.
+            prediction, update: From `EntropyPredictor.predict`.
         """
-        intended = rounded = self._write_over(update)
-        if intended is not None and is_rounded:
-            by_name = self._layout.by_name(intended)
+        if prediction.reason and not prediction.is_seen_in_scores:
+            self.keep_nothing(step.number, prediction.reason)
+            return prediction
+        weights = step.gradients.weights
+        unrounded = rounded = self._write_over(update)
+        if unrounded is not None and step.optimizer.rounding_reason:
+            by_name = self._layout.by_name(unrounded)
             rounded = self._layout.vector(rounded_update(weight, by_name[name]) for name, weight in weights.items())
-        is_known = intended is not None and not is_rounded
+        is_known = unrounded is not None and not step.optimizer.rounding_reason
         self._old_weights = {} if is_known else {name: part.clone() for name, part in weights.items()}
-        self.step = step
+        self.step = step.number
         self.update = rounded if is_known else None
         self._reason = None
-        return intended, rounded
+        num_bytes_after = num_bytes(unrounded) + (0 if rounded is unrounded else num_bytes(rounded))
+        peak_bytes = max(prediction.peak_bytes, num_bytes_after)
+        return dataclasses.replace(prediction, unrounded_update=unrounded, update=rounded, peak_bytes=peak_bytes)
 
     def _write_over(self, update: StepUpdate | None) -> Vector | None:
         """Return δθ before rounding, written over that of the last step unless `update` holds it."""

@@ -78,8 +78,9 @@ def test_the_effective_sample_size_covers_all_ranks(ctx: StepContext) -> None:
 
     step, passes = dataclasses.replace(ctx.step, batch=batch), dataclasses.replace(ctx.passes, ranks=Ranks(2, reduce))
     previous = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}))
-    predictor = EntropyPredictor(EntropySettings(), Attribution(["logits"]), passes, previous)
-    assert "is 0.26 of the sequences" in predictor.predict(step, Need.FOLD_ENTROPY_GRADIENTS).reason
+    predictor = EntropyPredictor(EntropySettings(), Attribution(["logits"]), passes)
+    prediction, _ = predictor.predict(step, Need.FOLD_ENTROPY_GRADIENTS, previous)
+    assert "is 0.26 of the sequences" in prediction.reason
 
 
 def test_a_step_reused_on_one_process_is_reused_on_all() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from example_steps import ALONE, draw, fold_vectors_of, shard_of
 from library_optimizers import Trained, as_doubles, name_of, settings_of
 from torch import Tensor, nn
 
-from rl_training.entropy.data import PRODUCTS
+from rl_training.entropy.data import PRODUCTS, EntropyPrediction, EntropySettings
 from rl_training.entropy.previous_update import STEP_NOT_MEASURED, PreviousUpdate, UpdateState
 from rl_training.errors import UserError
 from rl_training.optim.formula import OptimizerState, StepFormula
@@ -159,17 +160,26 @@ def history_of(entries: int, state: UpdateState | None = None) -> PreviousUpdate
     return PreviousUpdate(shard_of(parameters), state)
 
 
-def replace_with(history: PreviousUpdate, step: int, update: list[Tensor]) -> None:
-    """Put a step with this δθ in the place of the last one."""
+def advance(
+    history: PreviousUpdate, number: int, update: StepUpdate | None, weights: dict[str, Tensor]
+) -> EntropyPrediction:
+    """Put a step's δθ in the place of the last one."""
+    gradients, optimizer = SimpleNamespace(weights=weights), SimpleNamespace(rounding_reason=None)
+    step: Any = SimpleNamespace(number=number, gradients=gradients, optimizer=optimizer)
+    return history.advance(step, EntropyPrediction(EntropySettings(), labels=()), update)
+
+
+def advance_by(history: PreviousUpdate, number: int, update: list[Tensor]) -> None:
+    """Put this δθ in the place of the last one."""
     weights = {"w": torch.zeros(len(update[0]))}
     pieces = OptimizerPieces(Layout.of(weights), weights, None)
-    history.replace(step, StepUpdate(pieces, update, 1.0, held=update), weights, is_rounded=False)
+    advance(history, number, StepUpdate(pieces, update, 1.0, held=update), weights)
 
 
 def test_an_update_is_kept_for_one_step_and_survives_a_restart() -> None:
     history, update = history_of(3), [torch.tensor([1.0, -2.0, 0.5])]
     assert history.reason(1).code == "first_step"
-    replace_with(history, 4, update)
+    advance_by(history, 4, update)
     state = from_tensors(UpdateState(), to_tensors(history.state))
     for kept in (history, history_of(3, state)):
         assert kept.update_before(5)[0].tolist() == [1.0, -2.0, 0.5]
@@ -182,11 +192,11 @@ def test_an_update_is_kept_for_one_step_and_survives_a_restart() -> None:
 
 def test_an_update_that_is_not_held_is_written_over_the_previous_one() -> None:
     history, weights = history_of(3), {"w": torch.zeros(3)}
-    replace_with(history, 1, [torch.ones(3)])
+    advance_by(history, 1, [torch.ones(3)])
     previous = history.update_before(2)
     pieces = OptimizerPieces(Layout.of(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
-    update, _ = history.replace(2, StepUpdate(pieces, [torch.ones(3)], clip=1.0), weights, is_rounded=False)
-    assert update[0] is previous[0]
+    prediction = advance(history, 2, StepUpdate(pieces, [torch.ones(3)], clip=1.0), weights)
+    assert prediction.update[0] is prediction.unrounded_update[0] is previous[0]
     assert history.update_before(3)[0].tolist() == pytest.approx([-0.1] * 3)
 
 
@@ -213,7 +223,7 @@ def test_a_step_that_fails_verification_adds_only_the_backward_error_to_averages
 def test_a_step_without_a_formula_is_the_parameter_difference_after_it() -> None:
     history = history_of(2)
     weights = {"w": torch.tensor([1.0, 2.0])}
-    history.replace(1, None, weights, is_rounded=False)
+    advance(history, 1, None, weights)
     weights["w"] += torch.tensor([0.25, -1.0])
     history.finish(1, weights)
     weights["w"] += 1.0

@@ -149,5 +149,7 @@ def step_of(
     passes = Passes(policy, ranks, FoldReduction(shard))
     if entropy is None:
         return StepContext(step, passes)
-    predictor = EntropyPredictor(entropy, Attribution(shard.layout.names), passes, PreviousUpdate(shard))
-    return StepContext(step, passes, predictor.predict(step, Need.ENTROPY_CHANGE))
+    predictor = EntropyPredictor(entropy, Attribution(shard.layout.names), passes)
+    previous = PreviousUpdate(shard)
+    prediction, update = predictor.predict(step, Need.ENTROPY_CHANGE, previous)
+    return StepContext(step, passes, previous.advance(step, prediction, update))
