@@ -29,7 +29,7 @@ class Attribution:
     """Splits of products into causes, layers and kinds, and into causes × groups of layers.
 
     `labels` names the parts: part/momentum, part/gradient, part/decay, layer/0, …, layer/<kind> for parameters outside
-    the layers, kind/attention, …. `all_labels` has group/momentum/0-9, … as well.
+    the layers, kind/attention, …. `all_labels` has group/momentum/0-9, … as well. Both begin with the CAUSES.
 
     Args:
         names: Names of the parameters, in the order of the products.
@@ -47,6 +47,10 @@ class Attribution:
         columns = dict.fromkeys(groups)
         self._groups = torch.tensor([[float(group == column) for group in groups] for column in columns]).double()
         self.all_labels = (*self.labels, *(f"group/{cause}/{column}" for cause in CAUSES for column in columns))
+
+    def rows_of_causes(self, table: Tensor) -> Tensor:
+        """Return the view of a table, (…, all_labels, q), that has the rows of the CAUSES."""
+        return table[..., : len(CAUSES), :]
 
     def sum(self, products: Tensor) -> Tensor:
         """Sum products by cause, then by parameter, (…, causes + parameters, q), into (…, labels, q)."""

@@ -1,10 +1,13 @@
-"""What a step is predicted to do to entropy, as data: how it is estimated, and the δH quantities."""
+"""What a step is predicted to do to entropy, as data: how it is estimated, and the δH quantities.
+
+The constants here are the only place that knows the order of a table's columns.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,11 +21,20 @@ from rl_training.statistics.estimate import NOT_FINITE_GRADIENT, Estimate, effec
 from rl_training.statistics.jackknife import FEW_FOLDS, NONE_WITHOUT, stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 
-# What the entropy gradient is multiplied with, in the order of the products. The splits of `forward` follow.
+# Columns of a fold's totals: its number of sequences, Σ h and Σ T.
+TOTALS = ("sequences", "entropy", "length")
+SEQUENCES, ENTROPY, LENGTH = range(len(TOTALS))
+# Columns of a table of products: X times the updates that these are named after. The splits of `forward` follow.
 PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
 FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
-LENGTH_AND_REWARD = "length_and_reward"  # the name of this quantity's pair of numbers
+SPLITS = slice(len(PRODUCTS), None)
+LENGTH_AND_REWARD = "length_and_reward"  # the name of the quantity whose two numbers are these changes
 BIASED = Unavailable("biased", "no error bar: the same-batch product is biased")
+
+
+def quantity_names(labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of a step's quantities in their order, given those of the splits of `forward`."""
+    return ("entropy", *PRODUCTS, *labels, LENGTH_AND_REWARD)
 
 
 @dataclass(frozen=True)
@@ -116,9 +128,9 @@ class EntropyPrediction:
     # δθ by the optimizer's formula, before weights are rounded, until the next step; None if there is no formula
     unrounded_update: Vector | None = None
     update: Vector | None = None  # δθ; without rounding the same vector as `unrounded_update`
-    totals: Tensor | None = None  # (K, 3): number of sequences, Σ entropy, Σ length per fold; None if `reason` is set
-    quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
-    # (products, 2), variances of all quantities but entropy, from this batch alone; with Need.ENTROPY_CHANGE
+    totals: Tensor | None = None  # of each fold, (K, TOTALS); None if `reason` is set
+    quantities: Mapping[str, Quantity] = field(default_factory=dict)  # by `quantity_names`; with Need.ENTROPY_CHANGE
+    # (quantities, 2), variances of all quantities but entropy, from this batch alone; with Need.ENTROPY_CHANGE
     variance_of_batch: Tensor | None = None
     # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None

@@ -39,7 +39,7 @@ def ratios_to_sampler(batch: Batch, ranks: Ranks) -> Tensor | None:
 
 
 def totals_of_folds(batch: Batch, ranks: Ranks, ratios: Tensor | None) -> Tensor:
-    """Return each fold's number of sequences, and Σ ρh and Σ ρ over their tokens, (K, 3). Collective.
+    """Return the TOTALS of each fold, (K, 3): its number of sequences, and Σ ρh and Σ ρ over their tokens. Collective.
 
     A fold's sums include its sequences' effect on the normaliser of each position k, (1 − ρ_ik) times the mean there,
     so that the jackknife accounts for it. These effects add up to 0 over all sequences.

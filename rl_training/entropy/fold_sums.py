@@ -1,59 +1,91 @@
 """Everything that is reported about a step's entropy: a smooth function of sums over folds, with jackknife errors.
 
-Each fold k contributes its terms. They start with the fold's totals: the number of sequences, their entropies and their
-lengths, weighted by prefix ratios if another policy sampled them. Then comes n_k X_k · δθ for each update δθ, with
-X = E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] per token and X = ∂H_seq per sequence. With predictions per sequence, the sums
-without a fold use the H_tok of the other folds. Without them H_tok is treated as a constant, and error bars per token
-are a few percent too small (docs/explanation/theory.md).
+Each fold k contributes its terms, a row of a table (`FoldSums`). It has the fold's totals: the number of sequences,
+their entropies and their lengths, weighted by prefix ratios if another policy sampled them. And it has the products
+n_k X_k · δθ with each update δθ, with X = E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] per token and X = ∂H_seq per sequence.
+
+    terms of the folds ──sum──> total ──────────────> statistic ──> values
+           └── total − terms + corrections ──> sums without each fold ──> statistic ──> jackknife errors
+
+With predictions per sequence, the sums without a fold use the H_tok of the other folds. Without them H_tok is treated
+as a constant, and error bars per token are a few percent too small (docs/explanation/theory.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_training.entropy.data import BACKWARD, FORWARD, LENGTH_AND_REWARD, PRODUCTS, EntropyPrediction, Quantity
+from rl_training.entropy.data import (
+    BACKWARD,
+    ENTROPY,
+    FORWARD,
+    LENGTH,
+    LENGTH_AND_REWARD,
+    SEQUENCES,
+    TOTALS,
+    EntropyPrediction,
+    Quantity,
+    quantity_names,
+)
 from rl_training.entropy.products import FoldProducts
 from rl_training.entropy.reward_gradient import reward_gradient, reward_products
 from rl_training.parallel.ranks import Ranks
-from rl_training.statistics.jackknife import MIN_FOLDS_STEP, jackknife_stderr
+from rl_training.statistics.jackknife import MIN_FOLDS_STEP, Replicates
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData
 
-NUM_TOTALS = 3  # columns before the products
 HALF_STEP = "half_step"  # ½(forward + backward), of which only the error is needed
+REWARD = -1  # the last product: that of the reward's gradient, per response. Its number per token is nan
 
 
-def fold_table(
+@dataclass(frozen=True)
+class FoldSums:
+    """Sums over folds, of which everything that is reported is a function; or each fold's terms of them, (K, …)."""
+
+    table: Tensor  # (…, columns): one table, so that it is summed at once
+
+    @classmethod
+    def of(cls, totals: Tensor, products: Tensor) -> FoldSums:
+        """Join totals, (…, TOTALS), and products, (…, products, 2)."""
+        return cls(torch.cat([totals, products.flatten(-2)], dim=-1))
+
+    @property
+    def totals(self) -> Tensor:
+        """(…, TOTALS)."""
+        return self.table[..., : len(TOTALS)]
+
+    @property
+    def products(self) -> Tensor:
+        """n_k X_k · δθ, (…, products, 2), per token and per sequence: PRODUCTS, the splits of `forward`, the reward."""
+        return self.table[..., len(TOTALS) :].unflatten(-1, (-1, 2))
+
+
+def terms_of_folds(
     step: StepData, ranks: Ranks, prediction: EntropyPrediction, products: FoldProducts
-) -> tuple[Tensor, Tensor, Unavailable | None]:
-    """Return the terms of all folds. Collective.
+) -> tuple[FoldSums, Tensor, Unavailable | None]:
+    """Return what each fold contributes to the sums. Collective.
 
     Returns:
-        The terms, (K, columns), in host memory: totals, then two columns per product, the reward's last. Then their
-        leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (K, products, 2), and why the reward's products are
-        nan, or None.
+        The terms of each fold, then the leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of the products of
+        each fold l, (K, products, 2), both in host memory. Then the reason why the reward's products are nan, or None.
     """
     assert prediction.totals is not None
-    by_fold, corrections = products.sum_over_ranks(ranks)
-    joined = [prediction.totals, by_fold.flatten(1), corrections.flatten(1)]
-    table = torch.cat(joined, dim=1).cpu()  # in one copy, for which the device is waited for once
+    totals, by_fold, corrections = _to_host(prediction.totals, *products.sum_over_ranks(ranks))
     factor = None
     reward_reason = None
     if prediction.settings.per_sequence:
         gradient = reward_gradient(step.batch, ranks, step.reasons)
         factor = gradient.factor
         reward_reason = gradient.factor_reason
-    reward_table = reward_products(step.batch.fold_sizes, prediction.leave_one_out, factor)
-    reward, reward_corrections = reward_table.split(1, dim=1)
-    terms, corrections = table.split([NUM_TOTALS + by_fold[0].numel(), corrections[0].numel()], dim=1)
-    terms = torch.cat([terms, torch.full_like(reward, torch.nan), reward], dim=1)
-    corrections = torch.cat([corrections, torch.zeros_like(reward), reward_corrections], dim=1)
-    return terms, corrections.unflatten(1, (-1, 2)), reward_reason
+    reward, reward_corrections = reward_products(step.batch.fold_sizes, prediction.leave_one_out, factor)
+    by_fold = torch.cat([by_fold, _per_sequence_alone(reward)], dim=1)
+    corrections = torch.cat([corrections, _per_sequence_alone(reward_corrections)], dim=1)
+    return FoldSums.of(totals, by_fold), corrections, reward_reason
 
 
 def with_quantities(
@@ -65,13 +97,10 @@ def with_quantities(
     `errors`, because one batch can miss rare responses and look too certain.
     """
     per_sequence = prediction.settings.per_sequence
-    terms, corrections, reward_reason = fold_table(step, ranks, prediction, products)
-    total = terms.sum(dim=0)
-    level = float(total[1] / total[2]) if per_sequence else 0.0  # 0 if there is no entropy at all: nothing to vary
-    without = sums_without(total, terms, corrections, level or None)
-    values = statistic(total)
-    stderrs = jackknife_stderr(statistic, total, without)
-    by_name = dict(zip(names_of(prediction.labels), zip(values, stderrs, strict=True), strict=True))
+    terms, corrections, reward_reason = terms_of_folds(step, ranks, prediction, products)
+    numbers = replicates_of(terms, corrections, level_varies=per_sequence)
+    names = (*quantity_names(prediction.labels), HALF_STEP)
+    by_name = dict(zip(names, zip(numbers.value, numbers.stderr, strict=True), strict=True))
     _, half_step = by_name.pop(HALF_STEP)
     if not per_sequence:
         del by_name[LENGTH_AND_REWARD]
@@ -102,47 +131,70 @@ def with_quantities(
     )
 
 
-def names_of(labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the quantities of `statistic`, given those of the products beyond PRODUCTS."""
-    return ("entropy", *PRODUCTS, *labels, LENGTH_AND_REWARD, HALF_STEP)
+def replicates_of(terms: FoldSums, corrections: Tensor, *, level_varies: bool) -> Replicates:
+    """Return everything that is reported, as `statistic` orders it, with its values without each fold.
+
+    Args:
+        terms: The terms of each fold.
+        corrections: The leave-one-out corrections of its products, (K, products, 2).
+        level_varies: Whether sums without a fold use the H_tok of the other folds.
+    """
+    total = FoldSums(terms.table.sum(dim=0))
+    level = float(total.totals[ENTROPY] / total.totals[LENGTH]) if level_varies else 0.0
+    # A level of 0 has no entropy at all: nothing to vary.
+    return Replicates(statistic(total), statistic(sums_without(total, terms, corrections, level or None)))
 
 
-def statistic(sums: Tensor) -> Tensor:
+def statistic(sums: FoldSums) -> Tensor:
     """Calculate everything that is reported, from sums over folds.
 
-    Args:
-        sums: The totals, then two columns per product, the reward's last, (..., columns).
-
     Returns:
-        (..., 1 + products + 2, 2), as `names_of` names them: the entropy and each product, per token and per sequence;
-        the changes of length and reward; and ½(forward + backward), the batch's term of the cumulative trapezoid.
-        `forward` and `backward` share the batch's noise, so the error of their sum must be calculated from the sum
-        itself.
+        (…, quantities + 1, 2): as `quantity_names` names them, the entropy and each product, per token and per
+        sequence, and the changes of length and reward. Last ½(forward + backward), the batch's term of the cumulative
+        trapezoid: `forward` and `backward` share the batch's noise, so the error of their sum must be calculated from
+        the sum itself.
     """
-    sequences, entropy, length = sums[..., :NUM_TOTALS].unbind(-1)
+    totals = sums.totals
+    sequences = totals[..., SEQUENCES]
+    entropy = totals[..., ENTROPY]
+    length = totals[..., LENGTH]
     counts = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # of tokens and of sequences
-    entropies = entropy[..., None, None].expand_as(counts)
-    products = sums[..., NUM_TOTALS:].unflatten(-1, (-1, 2))
-    *values, reward = torch.cat([entropies, products], dim=-2).div(counts).unbind(-2)
-    per_token, per_sequence = products[..., FORWARD, :].unbind(-1)  # they differ by H_tok ∂E[T]
+    entropies = (entropy[..., None, None] / counts).squeeze(-2)
+    changes = sums.products / counts
+    per_token, per_sequence = sums.products[..., FORWARD, :].unbind(-1)  # they differ by H_tok ∂E[T]
     length_change = (per_sequence - per_token) * length / entropy / sequences
-    half_step = 0.5 * (values[1 + FORWARD] + values[1 + BACKWARD])
-    return torch.stack([*values, torch.stack([length_change, reward[..., 1]], dim=-1), half_step], dim=-2)
+    length_and_reward = torch.stack([length_change, changes[..., REWARD, 1]], dim=-1)
+    half_step = 0.5 * (changes[..., FORWARD, :] + changes[..., BACKWARD, :])
+    *of_entropy, _ = changes.unbind(-2)
+    return torch.stack([entropies, *of_entropy, length_and_reward, half_step], dim=-2)
 
 
-def sums_without(total: Tensor, by_fold: Tensor, corrections: Tensor, level: float | None) -> Tensor:
-    """Return the sums without each fold, (K, columns).
+def sums_without(total: FoldSums, terms: FoldSums, corrections: Tensor, level: float | None) -> FoldSums:
+    """Return the sums without each fold, (K, …).
 
     Args:
-        total: Sums over all folds, (columns,).
-        by_fold: The terms of each fold, (K, columns).
+        total: Sums over all folds.
+        terms: The terms of each fold.
         corrections: The leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (K, products, 2).
         level: The H_tok in X, replaced without fold l by the H_tok of the other folds. None: H_tok is a constant.
     """
-    without = total - by_fold
-    pairs = without[:, NUM_TOTALS:].unflatten(1, (-1, 2))
-    pairs += corrections
+    without = FoldSums(total.table - terms.table)
+    products = without.products  # views of the table
+    products += corrections
     if level is not None:  # ∂E[T] is the difference between ∂H_seq and ∂H_seq − H_tok ∂E[T], divided by H_tok
-        token, sequence = pairs.unbind(-1)
-        token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)
+        token, sequence = products.unbind(-1)
+        level_of_others = (without.totals[:, ENTROPY] / without.totals[:, LENGTH]).unsqueeze(1)
+        token += (1.0 - level_of_others / level) * (sequence - token)
     return without
+
+
+def _to_host(*tables: Tensor) -> list[Tensor]:
+    """Copy tables with a row for each fold to host memory at once, so that the device is waited for once."""
+    sizes = [table[0].numel() for table in tables]
+    parts = torch.cat([table.flatten(1) for table in tables], dim=1).cpu().split(sizes, dim=1)
+    return [part.unflatten(1, table.shape[1:]) for part, table in zip(parts, tables, strict=True)]
+
+
+def _per_sequence_alone(values: Tensor) -> Tensor:
+    """Return numbers per sequence, (K,), as a product, (K, 1, 2), that is nan per token."""
+    return torch.stack([torch.full_like(values, torch.nan), values], dim=-1).unsqueeze(1)

@@ -14,7 +14,7 @@ from rl_training.entropy.changed_steps import (
     changes_by_basis,
     iter_basis_gradients,
 )
-from rl_training.entropy.data import EntropyPrediction
+from rl_training.entropy.data import LENGTH, SEQUENCES, EntropyPrediction
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.parallel.fold_vectors import FoldVectors
 from rl_training.statistics.jackknife import jackknife_covariance, stderr_reason
@@ -53,7 +53,7 @@ def effect_of(prediction: EntropyPrediction, products: Tensor, corrections: Tens
         corrections: Their leave-one-out corrections, (K, directions).
     """
     assert prediction.totals is not None
-    counts = prediction.totals[:, [0, 2]].cpu()  # of sequences and of tokens
+    counts = prediction.totals[:, [SEQUENCES, LENGTH]].cpu()  # of responses and of tokens
     by_fold = torch.cat([counts, counts[:, :1] * products], dim=1)
     total = by_fold.sum(dim=0)
     without = total - by_fold

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.entropy.attribution import Attribution
-from rl_training.entropy.data import BACKWARD, FORWARD, PRODUCTS, REUSE, UNCLIPPED, EntropySettings
+from rl_training.entropy.data import BACKWARD, FORWARD, PRODUCTS, REUSE, SPLITS, UNCLIPPED, EntropySettings
 from rl_training.optim.formula import CAUSES
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, products_without, update_products
 from rl_training.optim.updates import OptimizerPiece, StepUpdate
@@ -181,15 +181,14 @@ class FoldProducts:
         """Sum the products over ranks. Collective.
 
         Returns:
-            n_k X_k · δθ for each of PRODUCTS and each split of `forward`, and the leave-one-out corrections
-            Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of each fold l. Both are (K, products, 2) fp64, per token and per sequence.
+            n_k X_k · δθ, and the leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of each fold l. Both are
+            (K, products, 2) fp64, per token and per sequence, with the columns PRODUCTS and the SPLITS of `forward`.
             Corrections are 0 except for `forward`, `forward_unclipped` and the parts of `forward` by cause. What is
             not known is nan.
         """
         sizes = self._sizes.to(self._whole)
-        names = (*PRODUCTS, *self._attribution.all_labels)
-        products = torch.full_like(self._table(len(names)), torch.nan)
-        corrections = torch.zeros_like(products)
+        corrections = self._table(len(PRODUCTS) + len(self._attribution.all_labels))
+        products = torch.full_like(corrections, torch.nan)
         if self._previous is not None:
             products[:, BACKWARD] = self._backward
         if self._update is not None:
@@ -199,8 +198,8 @@ class FoldProducts:
                 products[:, index] = part.without.sum(dim=(1, 2))
                 corrections[:, index], by_cause = part.corrections(sizes, self.sums)
                 if index == FORWARD:
-                    products[:, len(PRODUCTS) :] = self._attribution.sum_all(part.without)
-                    corrections[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
+                    products[:, SPLITS] = self._attribution.sum_all(part.without)
+                    self._attribution.rows_of_causes(corrections[:, SPLITS]).copy_(by_cause)
         parts = pad_per_sequence(ranks.reduce(torch.stack([products, corrections])))
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
 

@@ -111,13 +111,16 @@ def _step_gradient_factor(
     return None, OTHER_LOSS.with_fix(reasons.dr_grpo_fix)
 
 
-def reward_products(fold_sizes: Tensor, updates: LeaveOneOutUpdates | None, factor: float | None) -> Tensor:
-    """Return n_k J_k · δθ_(−k) and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) by fold, (K, 2) fp64. Collective.
+def reward_products(
+    fold_sizes: Tensor, updates: LeaveOneOutUpdates | None, factor: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return n_k J_k · δθ_(−k) and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) by fold, (K,) fp64 in host memory. Collective.
 
     Both are nan if J is not a multiple of the step's own gradient, or if no fold can be left out of the step.
     """
     if factor is None or updates is None:
-        return torch.full((len(fold_sizes), 2), torch.nan, dtype=torch.float64)
+        unknown = torch.full((len(fold_sizes),), torch.nan, dtype=torch.float64)
+        return unknown, unknown
     direction = Direction(updates.gradient.by_fold, updates.gradient.mean, factor)
     ((by_fold, corrections),) = ChangedUpdates(updates).products([None], [direction])
-    return torch.cat([fold_sizes.unsqueeze(1) * by_fold, corrections], dim=1)
+    return fold_sizes * by_fold.squeeze(1), corrections.squeeze(1)

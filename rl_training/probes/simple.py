@@ -26,7 +26,15 @@ import torch
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
-from rl_training.entropy.data import LENGTH_AND_REWARD, PRODUCTS, EntropyPrediction, EntropySettings
+from rl_training.entropy.data import (
+    ENTROPY,
+    LENGTH,
+    LENGTH_AND_REWARD,
+    SEQUENCES,
+    EntropyPrediction,
+    EntropySettings,
+    quantity_names,
+)
 from rl_training.errors import UserError
 from rl_training.options import check_flag, check_num_folds, check_whole, half_by_measured_step
 from rl_training.probes.trapezoid import SUMS, TrapezoidSum
@@ -140,7 +148,7 @@ class SimpleEntropyProbe(Probe):
         self, ctx: StepContext, change: EntropyPrediction, state: TrapezoidSum, reason: Unavailable
     ) -> Reading:
         missing = Estimate.missing(reason)
-        names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
+        names = (*quantity_names(change.labels), *SUMS)
         predicted = {metric: missing for name in names if name not in MEASURED for metric in self._metrics(name)}
         measured = {metric: missing for name in MEASURED for metric in self._metrics(name)}
         if ctx.reasons.sampling_mismatch:
@@ -183,7 +191,7 @@ def visited_entropy(ctx: StepContext) -> dict[str, Estimate]:
     """
     return estimates_over_units(
         VISITED,
-        lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # columns: number of sequences, Σ h, Σ T
+        lambda totals: totals[..., [ENTROPY]] / totals[..., [LENGTH, SEQUENCES]],
         ctx.totals(),
         no_bar=ctx.reasons.split_prompts,
         few=FEW_FOLDS,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
+from rl_training.entropy.data import LENGTH, SEQUENCES
 from rl_training.statistics.estimate import Estimate, effective_samples
 from rl_training.statistics.jackknife import jackknife_stderr
 from rl_training.statistics.unavailable import Unavailable
@@ -95,9 +96,9 @@ def _sums_of_step(ctx: StepContext) -> tuple[Tensor, Tensor]:
     by_token = ranks.reduce(sums).cpu()
     occurring = counts.cpu().nonzero().flatten()
     assert ctx.prediction.totals is not None
-    levels = ctx.prediction.totals.cpu()
+    totals = ctx.prediction.totals.cpu()
     effects = torch.cat([by_token.sum(dim=1, keepdim=True), by_token[:, occurring]], dim=1)
-    rows = torch.cat([levels[:, 2:3], levels[:, :1] * effects], dim=1)
+    rows = torch.cat([totals[:, [LENGTH]], totals[:, [SEQUENCES]] * effects], dim=1)
 
     def per_token(sums: Tensor) -> Tensor:
         return sums[..., 1:] / sums[..., :1]
