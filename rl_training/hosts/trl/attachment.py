@@ -43,7 +43,7 @@ from rl_training.hosts.trl.hooks.training_step import StepHooks
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.output.destination import Destination
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.refusals import refuse_what_cannot_be_measured
+from rl_training.hosts.trl.refusals import refuse_a_running_training, refuse_what_cannot_be_measured
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts.current import Rollouts
@@ -287,6 +287,7 @@ def _refuse_another(trainer: GRPOTrainer) -> None:
 def _checked(trainer: GRPOTrainer, probes: Sequence[Probe], options: Options) -> Options:
     """Return the options, with `whole_prompts` decided. UserError if probes cannot be attached to this trainer."""
     check_version(trainer)
+    refuse_a_running_training(trainer)
     _refuse_another(trainer)
     if options.whole_prompts is None:
         options = dataclasses.replace(options, whole_prompts=whole_prompts_only_reorder(trainer))

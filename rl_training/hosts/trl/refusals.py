@@ -5,6 +5,7 @@ A setting that only one estimate cannot handle is no error: that estimate is nan
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,16 @@ FP16 = (
     "fp16 scales the loss, and with it the gradients that probes read (fp16=True, accelerate's mixed_precision: fp16, "
     f"or DeepSpeed's fp16): use bf16 or fp32, or {WITHOUT_PROBES}"
 )
+
+
+def refuse_a_running_training(trainer: GRPOTrainer) -> None:
+    """Raise UserError if the trainer's `train()` is running: a callback attaches too late to measure a step.
+
+    Only the call stack shows it: a trainer takes a training that has failed for a running one.
+    """
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code.co_name == "train" and frame.f_locals.get("self") is trainer:
+            raise UserError("this trainer is training: attach(trainer, ...) before trainer.train(), not within it")
 
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:

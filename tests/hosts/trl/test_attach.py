@@ -22,6 +22,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, Reading, attach
 from rl_training.engine.verifier import LEFT_OUT
+from rl_training.errors import UserError
 from rl_training.hosts.trl.rollouts.batches import EXTRA_BATCH_KEYS
 from rl_training.hosts.trl.settings.whole_prompts import whole_prompts_fix
 from rl_training.hosts.trl.wrapping import wrap
@@ -407,6 +408,27 @@ def test_a_step_on_two_rollouts_is_measured_with_importance_ratios_for_the_older
     for name in ("delta_h/forward", "delta_h/backward", "ess/importance"):
         assert math.isfinite(latest[name].value), latest[name].reason
     assert latest["ess/importance"].value < 32.0
+
+
+def test_attaching_within_a_training_is_refused_and_possible_once_it_has_failed(make_trainer) -> None:
+    """Its beginning is over: no step could be measured, and no report would be written."""
+    moments = ["on_train_begin", "on_step_begin", "on_step_end"]
+    said = []
+
+    def attach_now(trainer: Any) -> None:
+        with pytest.raises(UserError) as refused:
+            attach(trainer, probes=[Witness()])
+        said.append(str(refused.value))
+        if len(said) == len(moments):
+            raise KeyboardInterrupt
+
+    trainer = make_trainer(GRPOTrainer, max_steps=1, **FEW)
+    for moment in moments:
+        trainer.add_callback(Acting(trainer, moment, attach_now))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert all("before trainer.train()" in line for line in said)
+    attach(trainer, probes=[Witness()]).remove()
 
 
 def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_trainer) -> None:
