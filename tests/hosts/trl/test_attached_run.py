@@ -26,9 +26,10 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
-from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, attach
+from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, attach, write_report
 from rl_training.hosts.trl.announcements import hide_progress_bar
 from rl_training.hosts.trl.members import METHODS
+from rl_training.hosts.trl.output import end_request
 from rl_training.hosts.trl.output.end_request import EndRequest
 from rl_training.hosts.trl.settings.recorded import settings_of_trainer
 from rl_training.hosts.trl.versions import TESTED
@@ -251,6 +252,28 @@ def test_a_process_told_to_end_finishes_its_step_and_report_and_dies_by_that_sig
     assert [(row["step"], "loss" in row) for row in read_metrics(tmp_path / "run" / "logs")] == [(1, True)]
 
 
+def told_twice_to_end(folder: Path) -> None:
+    def tell_again(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename" and str(arguments[1]).endswith("report.html"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    end_request.ECHO_SECONDS = 0.0
+    sys.addaudithook(tell_again)
+    trained_until_told_to_end(folder, "a step")
+
+
+def test_a_second_signal_leaves_a_folder_from_which_its_line_says_how_to_write_the_report(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=f" {128 + signal.SIGTERM.value}$"):
+        forks.in_fork(told_twice_to_end, tmp_path)
+    run = tmp_path / "run"
+    assert (
+        f"ended by SIGTERM before the report was written: rl-training report {run}" in (tmp_path / "stderr").read_text()
+    )
+    assert [row["step"] for row in read_metrics(run / "logs")] == [1]
+    write_report(run)
+    assert files_in(run) == FILES
+
+
 def trained_by_two_until_one_is_told_to_end(rank: int, folder: Path, max_steps: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     trainer = trainer_maker(folder / str(rank))(**PLAIN, max_steps=max_steps)
@@ -260,17 +283,22 @@ def trained_by_two_until_one_is_told_to_end(rank: int, folder: Path, max_steps: 
         trainer.train()
 
 
-def exit_codes_of_two(*args: Any) -> list[int | None]:
-    processes = forks.begin_ranks(trained_by_two_until_one_is_told_to_end, args, 2).processes
-    for process in processes:
-        process.join()  # one after the other: the context would end the second one when the first has ended
-    return [process.exitcode for process in processes]
+def ends_of_two(folder: Path, *args: Any) -> list[tuple[int | None, bool]]:
+    """Return the exit code of each process, the second one first, and whether there was a report when it ended."""
+    ends = []
+    for process in reversed(forks.begin_ranks(trained_by_two_until_one_is_told_to_end, (folder, *args), 2).processes):
+        process.join()  # one after the other: the context would end the one when the other has ended
+        ends.append((process.exitcode, (folder / "run" / "report" / "report.html").is_file()))
+    return ends
 
 
 @pytest.mark.parametrize("max_steps", [1, 2])
 def test_a_signal_to_one_process_ends_all_of_them_after_the_same_step(tmp_path: Path, max_steps: int) -> None:
-    """Otherwise the first process would wait in the next step, or later, for the one that has ended."""
-    assert forks.in_fork(exit_codes_of_two, tmp_path, max_steps) == [-signal.SIGTERM, -signal.SIGTERM]
+    """Otherwise the first process would wait in the next step, or later, for the one that has ended.
+
+    None ends before the report is written: a launcher would then send the others a second signal.
+    """
+    assert forks.in_fork(ends_of_two, tmp_path, max_steps) == 2 * [(-signal.SIGTERM, True)]
     assert files_in(tmp_path / "run") == FILES
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1]
 

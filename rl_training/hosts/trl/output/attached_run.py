@@ -27,6 +27,7 @@ logger = logging.get_logger(__name__)
 
 ANOTHER_FOLDER_FIX = "give attach another folder"
 TERMINATION = "the report is written when this step ends, and then the signal ends this process"
+NO_REPORT = " before the report was written: rl-training report {folder}"
 MAKE_ROOM = "make room, then go on with trainer.train(resume_from_checkpoint=True)"
 
 
@@ -53,7 +54,7 @@ class AttachedRun(Destination):
         self._end_of_training = contextlib.ExitStack()  # unlocks the folder
         self._end_of_listening = contextlib.ExitStack()
         self._request: EndRequest | None = None  # None if SIGTERM is not handled here
-        self._is_told_elsewhere = False  # whether SIGTERM has arrived on some rank
+        self._is_agreed = False  # whether all ranks know that SIGTERM has arrived on some of them
 
     @property
     def folder(self) -> Path:  # type: ignore[override]
@@ -86,21 +87,26 @@ class AttachedRun(Destination):
         """
         self._request = request_of_process(signal.SIGTERM)
         if self._request is None and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            self._request = EndRequest([signal.SIGTERM], TERMINATION, ends_forks=True)
+            no_report = NO_REPORT.format(folder=self.folder)
+            self._request = EndRequest([signal.SIGTERM], TERMINATION, loss=no_report, ends_forks=True)
             self._end_of_listening.enter_context(self._request.listening())
 
     @property
     def is_told_to_end(self) -> bool:
         is_told_here = self._request is not None and self._request.signum != 0
-        return is_told_here or self._is_told_elsewhere
+        return is_told_here or self._is_agreed
 
     def agree_to_end(self) -> bool:
         ranks = all_ranks()
         if ranks.count > 1:
-            self._is_told_elsewhere = ranks.total(self.is_told_to_end, PartialState().device) > 0
+            self._is_agreed = ranks.total(self.is_told_to_end, PartialState().device) > 0
         return self.is_told_to_end
 
     def obey_signal(self) -> None:
+        if self._is_agreed:
+            # A launcher sends a second signal to the first rank, which writes the report, once another has ended.
+            with contextlib.suppress(RuntimeError):  # perhaps that has ended
+                PartialState().wait_for_everyone()
         self._end_of_listening.close()
         if self.is_told_to_end:
             end_process(signal.SIGTERM)

@@ -89,7 +89,10 @@ class Destination:
         return False
 
     def obey_signal(self) -> None:
-        """End the process by SIGTERM if it is to end. A later one ends it at once. Called last, after `end`."""
+        """End the process by SIGTERM if it is to end. A later one ends it at once. Called last, after `end`.
+
+        Collective if the ranks have agreed to end.
+        """
 
     def note_interrupt(self, error: BaseException | None) -> None:
         """Add a note to a KeyboardInterrupt that says where the measurements are, if no line of `end` says it."""

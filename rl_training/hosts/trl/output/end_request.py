@@ -26,6 +26,7 @@ class EndRequest:
     Args:
         signals: The signals.
         promise: What is printed after the name of the first one: what happens until the process ends.
+        loss: What is printed after the name of the second one: what is then missing.
         ends_forks: Whether a signal ends forks of this process, such as workers that it terminates, as if it was not
             handled. If not, forks outlive the first signal, which a terminal sends to them too.
 
@@ -33,9 +34,10 @@ class EndRequest:
         signum: The number of the first signal. 0 until one arrives.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals], promise: str, *, ends_forks: bool) -> None:
+    def __init__(self, signals: Sequence[signal.Signals], promise: str, *, loss: str = "", ends_forks: bool) -> None:
         self._signals = signals
         self._promise = promise
+        self._loss = loss
         self.signum = 0
         self._noted_at = 0.0
         self._is_over = False  # whether nobody looks at `signum` any more
@@ -64,7 +66,7 @@ class EndRequest:
             return
         now = time.monotonic()
         if self.signum and now - self._noted_at > ECHO_SECONDS:
-            print_on_main(f"ended by {signal.Signals(signum).name}")
+            print_on_main(f"ended by {signal.Signals(signum).name}{self._loss}")
             os._exit(128 + signum)  # no cleanup: processes that clean up would wait for one another
         if not self.signum:
             self._noted_at = now  # first: another signal may arrive before the next line
