@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from rl_training.engine.copied_groups import find_copies
-from rl_training.engine.fold_advice import one_fold_reason
 from rl_training.engine.fold_placement import (
     choose_folds,
     fewest_prompts,
@@ -21,7 +19,7 @@ from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
-from rl_training.engine.step_reasons import reasons_of_step
+from rl_training.engine.step_reasons import other_policy_reason, reasons_of_sequences, with_gradients
 from rl_training.optim.state import OptimizerView, gradients_and_view, view_optimizer
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -53,36 +51,29 @@ class StepBuilder:
         loop = self.loop
         ranks = self.passes.ranks
         rollout = open_step.join_on_all_ranks(ranks)
-        mismatch = self.checks.sampling_reason(rollout, loop, edit_reason)
-        reasons = reasons_of_step(open_step, loop, mismatch)
+        other_policy = other_policy_reason(rollout, loop, self.checks, edit_reason)
+        reasons = reasons_of_sequences(open_step, loop, other_policy)
         scores = open_step.join_scores(rollout)
         copies = NO_COPIES if reasons.split_prompts else find_copies(rollout, scores, ranks)
-        reasons = _with_copies(reasons, copies)
-        can_recompute = may_recompute(open_step.needs, reasons)
-        batch, is_recomputed = self._batch(open_step, rollout, scores, copies, reasons, can_recompute=can_recompute)
+        batch, is_recomputed = self._batch(open_step, rollout, scores, copies, reasons)
         mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
         gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
+        gradient_reason = None
         if is_recomputed:
             gradients = self._recompute_folds(batch, gradients, optimizer)
-            gradient_reason = None
-        else:
+        elif not (copies.reason or reasons.no_folds):
             gradients, gradient_reason = self._add_caught_folds(batch, gradients, optimizer, open_step.needs, reasons)
-        other_terms = self.checks.terms.reason_of_step(
-            reasons.other_terms, is_asked=is_recomputed or Need.TERMS_CHECK in open_step.needs
-        )
-        # Recomputed folds have the gradient of the scores alone, wherever their prompts lie.
-        by_fold_reason = other_terms if is_recomputed else reasons.no_whole_folds or gradient_reason
-        one_fold = None
-        if batch.num_folds < 2:
-            one_fold = one_fold_reason(loop, self.requirements.probes, can_recompute=can_recompute)
-        reasons = dataclasses.replace(
+        reasons = with_gradients(
             reasons,
-            other_terms=other_terms,
-            one_fold=one_fold,
-            relative_rewards=self.checks.relative_rewards(rollout, reasons, ranks),
+            batch,
+            open_step.needs,
+            loop=loop,
+            probes=self.requirements.probes,
+            checks=self.checks,
+            is_recomputed=is_recomputed,
+            gradient_reason=gradient_reason,
         )
-        gradients = dataclasses.replace(gradients, by_fold_reason=by_fold_reason)
-        return StepData(open_step.number, batch, gradients, optimizer, reasons)
+        return StepData(open_step.number, batch, gradients, optimizer, reasons, loop.fixes)
 
     def _batch(
         self,
@@ -91,8 +82,6 @@ class StepBuilder:
         scores: Scores,
         copies: Copies,
         reasons: Reasons,
-        *,
-        can_recompute: bool,
     ) -> tuple[Batch, bool]:
         """Return the step's sequences in their folds, and whether further passes give the folds' gradients. Collective.
 
@@ -105,8 +94,8 @@ class StepBuilder:
             lambda: fewest_prompts(index, ranks),
             ranks.count,
             1 if copies.on_several_ranks else self.requirements.num_folds,
-            plan_fails=reasons.no_whole_folds is not None,
-            can_recompute=can_recompute,
+            plan_fails=(copies.reason or reasons.no_folds) is not None,
+            can_recompute=may_recompute(open_step.needs, reasons),
         )
         fold = fold_of_rows(folds, index, ranks.number)
         batch = Batch(
@@ -151,7 +140,7 @@ class StepBuilder:
         Returns:
             The gradients, and the reason why the step's is not that of its folds, or None.
         """
-        if not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) or reasons.no_whole_folds:
+        if not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS):
             return gradients, None
         gradients, sums = self.fold_recorder.complete(batch, gradients, optimizer, self.passes)
         is_rounded = any(tensor.dtype.itemsize < 4 for tensor in self.loop.shard.leaves.values())
@@ -161,13 +150,3 @@ class StepBuilder:
             self.checks.terms.begin_step()
             self.checks.terms.check(batch, gradients, sums, self.passes)
         return gradients, mismatch
-
-
-def _with_copies(reasons: Reasons, copies: Copies) -> Reasons:
-    """Add the reasons that copied groups give."""
-    if copies.reason is None:
-        return reasons
-    on_ranks = copies.reason if copies.on_several_ranks else None
-    return dataclasses.replace(
-        reasons, no_whole_folds=copies.reason, copied_groups=copies.reason, copied_on_ranks=on_ranks
-    )

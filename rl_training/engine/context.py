@@ -5,7 +5,6 @@ Everything here that computes across ranks is a collective: call it on all ranks
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,8 +43,8 @@ class StepContext:
     passes: Passes
     prediction_if_any: EntropyPrediction | None = None  # present if a probe that measures this step needs it
     gradient_remark: str = ""  # after the step: how the optimizer's gradient differs from the measured one
-    # Gets the scores that probes make of the step's responses; None: who drew these is not tested. Not for probes.
-    _residual_test: ResidualTest | None = None
+    # The engine's: gets the scores that probes make of the step's responses; None: who drew these is not tested.
+    residual_test: ResidualTest | None = None
 
     @property
     def policy(self) -> Policy:
@@ -104,7 +103,7 @@ class StepContext:
     @property
     def tests_sampling(self) -> bool:
         """Whether `sampling_reason` tests scores, which must then have varentropies."""
-        return self._residual_test is not None
+        return self.residual_test is not None
 
     def scores_reason(self, rows: Tensor) -> Unavailable | None:
         """Return the reason why the policy that probes score is not the trained one, or None. Collective.
@@ -114,7 +113,7 @@ class StepContext:
         """
         if self.has_entropy_gradient:
             return None
-        score_check = ScoreCheck(self.step.batch, self.policy, self._residual_test)
+        score_check = ScoreCheck(self.step.batch, self.policy, self.residual_test)
         score_check.score_and_compare(rows)
         return score_check.check(self.ranks, self.reasons)
 
@@ -128,7 +127,7 @@ class StepContext:
             scores: Any policy's scores of these rows, with varentropies if `tests_sampling`.
             log_ratios: (rows, T), the log-probability by that policy minus that by the one that drew each token.
         """
-        test = self._residual_test
+        test = self.residual_test
         rollout = self.step.batch.rollout
         if test is None or scores.varentropies is None:
             return None
@@ -168,11 +167,11 @@ class StepContext:
 
     def reward_gradient(self) -> RewardGradient:
         """Return the gradient of the mean reward per response, computed the cheapest way possible. Collective."""
-        return reward_gradient(self.step.batch, self.ranks, self.reasons)
+        return reward_gradient(self.step, self.ranks)
 
     def reward_multiple_reason(self) -> Unavailable | None:
         """Return the reason why the step's gradient is no multiple of the reward's gradient, or None. Collective."""
-        return reward_multiple_reason(self.step.batch, self.ranks, self.reasons)
+        return reward_multiple_reason(self.step, self.ranks)
 
     # --- what a changed step would do ---------------------------------------------------------------------------------
 
@@ -227,25 +226,3 @@ class StepContext:
         Need.FOLD_ENTROPY_GRADIENTS, and that `effects_reason` is None.
         """
         return iter_token_products(self.step.batch, self.prediction, self.passes)
-
-
-def with_seen_mismatch(context: StepContext) -> StepContext:
-    """Return the context whose reasons include what scores of the step's responses have shown so far.
-
-    The prediction is made of such scores, and a probe may make others, which then speak against the prediction too.
-    """
-    prediction = context.prediction_if_any
-    test = context._residual_test
-    reasons = context.reasons
-    seen = None
-    if prediction is not None and prediction.is_seen_in_scores:
-        seen = prediction.reason
-    elif test is not None and not reasons.sampling_mismatch:
-        seen = test.reason
-    if seen is None:
-        return context
-    if prediction is not None and not prediction.reason:
-        prediction = prediction.without_entropy_gradient(seen)
-    reasons = dataclasses.replace(reasons, sampling_mismatch=seen, no_fresh_responses=seen)
-    step = dataclasses.replace(context.step, reasons=reasons)
-    return dataclasses.replace(context, step=step, prediction_if_any=prediction)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_training.engine.build_step import StepBuilder
-from rl_training.engine.context import StepContext, with_seen_mismatch
+from rl_training.engine.context import StepContext
 from rl_training.engine.costs import Costs
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.loop_spec import LoopSpec
@@ -19,6 +19,7 @@ from rl_training.engine.predictions import NoPredictions, Predictions
 from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.step_checks import StepChecks
+from rl_training.engine.step_reasons import with_seen_in_scores
 from rl_training.entropy.previous_update import UpdateState
 from rl_training.errors import UserError
 from rl_training.parallel.fsdp import reshard
@@ -115,7 +116,8 @@ class Measurer:
         for probe in sorted(step.probes, key=lambda probe: not probe.scores_responses):
             with self._costs.timed(probe.name):
                 readings[probe.name] = self._probe_states.measure(probe, step.context)
-                step.context = with_seen_mismatch(step.context)  # the probe may have scored the responses
+                # the probe may have scored the responses
+                step.context = with_seen_in_scores(step.context, self._residual_test.reason)
         step.readings = {probe.name: readings[probe.name] for probe in step.probes}
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
 
@@ -124,7 +126,8 @@ class Measurer:
         edit_reason = self._predictions.begin_measuring()
         data = self._builder.build(step, edit_reason)
         prediction = self._predictions.predict(data, step.probes, self._residual_test)
-        return with_seen_mismatch(StepContext(data, self._passes, prediction, _residual_test=self._residual_test))
+        context = StepContext(data, self._passes, prediction, residual_test=self._residual_test)
+        return with_seen_in_scores(context, self._residual_test.reason)
 
     def about_to_step(self, step: OpenStep) -> None:
         """Read weights and gradients of a measured step right before the optimizer's."""

@@ -103,7 +103,7 @@ class Requirements:
         """Return the reason why planned folds of a full step cannot hold whole prompts, or None."""
         groups = self.plan(loop)
         has_folds_of_ranks = len(groups) == 1 < len(groups[0].folds)
-        return None if has_folds_of_ranks else loop.reasons.no_whole_folds
+        return None if has_folds_of_ranks else loop.reasons.no_folds
 
     def plan(
         self, loop: LoopSpec, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None

@@ -22,13 +22,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.padding_check import PaddingCheck
 from rl_training.engine.reward_check import RewardCheck
 from rl_training.engine.terms_check import TermsCheck
 from rl_training.parallel.ranks import Ranks
-from rl_training.policy.rollout import Rollout
 from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.batch import Batch
 from rl_training.step.reasons import Reasons
 
 
@@ -63,23 +62,12 @@ class StepChecks:
             self.padding, self.terms, self.rewards = self._at_begin
         self._at_begin = None
 
-    def relative_rewards(self, rollout: Rollout, reasons: Reasons, ranks: Ranks) -> Unavailable | None:
+    def relative_rewards(self, batch: Batch, reasons: Reasons, ranks: Ranks) -> Unavailable | None:
         """Return the reason why rewards count as relative to their group, or None. Collective.
 
         Only independent groups are evidence: copies, and groups that an earlier step has shown, are not counted again.
         """
         if reasons.split_prompts:
             return None
-        is_repeated = reasons.reused or reasons.copied_groups
-        return self.rewards.reason if is_repeated else self.rewards.check(rollout, ranks)
-
-    def sampling_reason(self, rollout: Rollout, loop: LoopSpec, edit_reason: Unavailable | None) -> Unavailable | None:
-        """Return the reason why these are no samples of the policy that is trained and scored, or None. Collective.
-
-        Args:
-            edit_reason: Set if the weights were changed since the step began.
-        """
-        padding_reason = self.padding.check(rollout, loop.policy, loop.ranks)
-        origin = rollout.origin
-        mismatch = origin.sampler_reason if origin.knows_sampler else loop.reasons.sampling_mismatch
-        return mismatch or edit_reason or padding_reason
+        is_repeated = reasons.reused or batch.copies.reason
+        return self.rewards.reason if is_repeated else self.rewards.check(batch.rollout, ranks)

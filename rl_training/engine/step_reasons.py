@@ -1,15 +1,39 @@
-"""What cannot be measured at a step: what holds on one rank holds on all, so that no rank waits for another."""
+"""Which reasons a step gets, in the order in which they become known. What holds on one rank holds on all.
+
+    once                                function              reasons (step/reasons.py)
+    its sequences are complete          reasons_of_sequences  other_policy (from other_policy_reason), not_sampled,
+                                                              cannot_sample, reused, split_prompts, one_response,
+                                                              hooked; no_folds and other_terms as far as sequences,
+                                                              settings and the loss's graph tell
+    its gradients are known by fold     with_gradients        no_folds, other_terms, relative_rewards
+    the prediction or a probe has       with_seen_in_scores   other_policy
+    scored its responses
+
+So that no rank waits for another, ranks agree on each before anything depends on it. build_step.py makes the first two
+calls, measurer.py the last. What a step may lack besides says so itself: its copies (engine/copied_groups.py), the
+optimizer's formula (optim/state.py), and each part of the prediction (entropy/prediction.py).
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from rl_training.engine.context import StepContext
+from rl_training.engine.fold_advice import one_fold_reason
+from rl_training.engine.fold_placement import may_recompute
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import OTHER_TERMS, OWN_FORWARD_PASS
 from rl_training.engine.open_step import OpenStep
-from rl_training.policy.rollout import join_origins
+from rl_training.engine.probe import Probe
+from rl_training.engine.step_checks import StepChecks
+from rl_training.policy.rollout import Rollout, join_origins
 from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.batch import Batch
+from rl_training.step.needs import Need
 from rl_training.step.reasons import MIXED_PROMPTS, ONE_RESPONSE, REUSED, SAMPLING_MISMATCH, SPLIT_PROMPTS, Reasons
 
 OTHER_SIZES = Unavailable(
@@ -28,22 +52,38 @@ NO_GROUPS_ELSEWHERE = Unavailable(
 NO_SAMPLE_ELSEWHERE = Unavailable("no_sample_elsewhere", "another process cannot sample fresh responses")
 
 
-def reasons_of_step(step: OpenStep, loop: LoopSpec, mismatch: Unavailable | None) -> Reasons:
-    """Return what cannot be measured at this step. Collective: what holds on one rank holds on all.
+def other_policy_reason(
+    rollout: Rollout, loop: LoopSpec, checks: StepChecks, edit_reason: Unavailable | None
+) -> Unavailable | None:
+    """Return the reason why the policy that is trained and scored is not the one that samples, or None. Collective.
+
+    Args:
+        rollout: The step's sequences.
+        loop: The training loop.
+        checks: Compares scores with and without padding, at some steps.
+        edit_reason: Set if the weights were changed since the step began.
+    """
+    padding_reason = checks.padding.check(rollout, loop.policy, loop.ranks)
+    origin = rollout.origin
+    sampler_reason = origin.sampler_reason if origin.knows_sampler else loop.reasons.other_policy
+    return sampler_reason or edit_reason or padding_reason
+
+
+def reasons_of_sequences(step: OpenStep, loop: LoopSpec, other_policy: Unavailable | None) -> Reasons:
+    """Return what the sequences of a step keep from being measured. Collective.
 
     Args:
         step: The step, with all its microbatches.
         loop: The training loop.
-        mismatch: Set if the sequences are not samples of the scored policy.
+        other_policy: From `other_policy_reason`.
     """
     fixes = loop.fixes
     origin = join_origins([rollout.origin for rollout in step.rollouts])
-    no_fresh_responses = loop.reasons.no_fresh_responses
     here = {
-        "mismatch": bool(mismatch),
-        "no_sample": bool(origin.sample_reason),
+        "other_policy": bool(other_policy),
+        "not_sampled": bool(origin.sample_reason),
         "no_groups": bool(origin.groups_reason),
-        "no_fresh_responses": bool(no_fresh_responses),
+        "cannot_sample": bool(loop.reasons.cannot_sample),
         **_facts(step, loop),
     }
     anywhere = loop.ranks.anywhere(here, step.rollouts[0].prompt_index.device)
@@ -51,26 +91,76 @@ def reasons_of_step(step: OpenStep, loop: LoopSpec, mismatch: Unavailable | None
     def reason_if(fact: str, reason: Unavailable) -> Unavailable | None:
         return reason if anywhere[fact] else None
 
-    mismatch = mismatch or reason_if("mismatch", MISMATCH_ELSEWHERE)
-    no_sample = origin.sample_reason or reason_if("no_sample", MISMATCH_ELSEWHERE)
+    no_sample_elsewhere = NO_SAMPLE_ELSEWHERE.with_fix(fixes.fresh_responses)
     no_groups = origin.groups_reason or reason_if("no_groups", NO_GROUPS_ELSEWHERE)
-    no_fresh_elsewhere = reason_if("no_fresh_responses", NO_SAMPLE_ELSEWHERE.with_fix(fixes.fresh_responses))
-    split = no_groups or reason_if("incomplete", SPLIT_PROMPTS.with_fix(fixes.whole_prompts))
     mixed = MIXED_PROMPTS.with_fix(fixes.whole_prompts)
     no_whole_prompts = no_groups or reason_if("mixed", mixed) or reason_if("incomplete", mixed)
     own_pass = OWN_FORWARD_PASS.with_fix(fixes.own_forward_pass)
     return Reasons(
-        sampling_mismatch=mismatch or no_sample,
-        no_fresh_responses=mismatch or no_fresh_responses or no_fresh_elsewhere,
+        other_policy=other_policy or reason_if("other_policy", MISMATCH_ELSEWHERE),
+        not_sampled=origin.sample_reason or reason_if("not_sampled", MISMATCH_ELSEWHERE),
+        cannot_sample=loop.reasons.cannot_sample or reason_if("cannot_sample", no_sample_elsewhere),
         reused=reason_if("reused", REUSED.with_fix(fixes.no_reuse)),
-        split_prompts=split,
-        no_baseline=ONE_RESPONSE if step.responses_per_prompt == 1 else split,
-        no_whole_folds=reason_if("other_sizes", OTHER_SIZES) or no_whole_prompts,
-        # As far as the loop or the loss's graph tells. Gradients may show more: TermsCheck.reason_of_step decides.
+        split_prompts=no_groups or reason_if("incomplete", SPLIT_PROMPTS.with_fix(fixes.whole_prompts)),
+        one_response=ONE_RESPONSE if step.responses_per_prompt == 1 else None,
+        no_folds=reason_if("other_sizes", OTHER_SIZES) or no_whole_prompts,
         other_terms=reason_if("own_pass", own_pass) or reason_if("other_terms", OTHER_TERMS),
         hooked=reason_if("hooked", HOOKED),
-        dr_grpo_fix=fixes.dr_grpo,
     )
+
+
+def with_gradients(
+    reasons: Reasons,
+    batch: Batch,
+    needs: Need,
+    *,
+    loop: LoopSpec,
+    probes: Sequence[Probe],
+    checks: StepChecks,
+    is_recomputed: bool,
+    gradient_reason: Unavailable | None,
+) -> Reasons:
+    """Add what copies, gradients and rewards show to the reasons of a step's sequences. Collective.
+
+    Args:
+        reasons: From `reasons_of_sequences`.
+        batch: The step's sequences and folds.
+        needs: What the step's probes need.
+        loop: The training loop.
+        probes: All probes of the training, for advice.
+        checks: What this step and earlier ones have shown of the loss and the rewards.
+        is_recomputed: Further passes gave the gradients of the folds, or would have.
+        gradient_reason: Why the step's gradient is not that of its folds.
+    """
+    is_asked = is_recomputed or Need.TERMS_CHECK in needs
+    other_terms = checks.terms.reason_of_step(reasons.other_terms, is_asked=is_asked)
+    # Recomputed folds have the gradient of the scores alone, wherever their prompts lie.
+    no_folds = other_terms if is_recomputed else batch.copies.reason or reasons.no_folds or gradient_reason
+    if batch.num_folds < 2:
+        no_folds = no_folds or one_fold_reason(loop, probes, can_recompute=may_recompute(needs, reasons))
+    relative_rewards = checks.relative_rewards(batch, reasons, loop.ranks)
+    return dataclasses.replace(reasons, no_folds=no_folds, other_terms=other_terms, relative_rewards=relative_rewards)
+
+
+def with_seen_in_scores(context: StepContext, test_reason: Unavailable | None) -> StepContext:
+    """Return the context whose reasons include what scores of the step's responses have shown so far.
+
+    The prediction is made of such scores, and a probe may make others, which then speak against the prediction too.
+
+    Args:
+        context: What the probes are given.
+        test_reason: Why the responses of the step, or of the run so far, are not the policy's (step/residual.py).
+    """
+    prediction = context.prediction_if_any
+    seen = None if context.reasons.sampling_mismatch else test_reason
+    if prediction is not None and prediction.is_seen_in_scores:
+        seen = prediction.reason
+    if seen is None:
+        return context
+    if prediction is not None and not prediction.reason:
+        prediction = prediction.without_entropy_gradient(seen)
+    step = dataclasses.replace(context.step, reasons=dataclasses.replace(context.reasons, other_policy=seen))
+    return dataclasses.replace(context, step=step, prediction_if_any=prediction)
 
 
 def _facts(step: OpenStep, loop: LoopSpec) -> dict[str, bool]:

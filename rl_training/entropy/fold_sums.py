@@ -79,7 +79,7 @@ def terms_of_folds(
     factor = None
     reward_reason = None
     if prediction.settings.per_sequence:
-        gradient = reward_gradient(step.batch, ranks, step.reasons)
+        gradient = reward_gradient(step, ranks)
         factor = gradient.factor
         reward_reason = gradient.factor_reason
     reward, reward_corrections = reward_products(step.batch.fold_sizes, prediction.leave_one_out, factor)

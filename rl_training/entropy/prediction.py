@@ -18,7 +18,7 @@ Where each quantity is calculated, and which reasons make it nan:
                                                                       not_drawn_by_policy
     entropy             totals_of_folds in fold_gradients.py          no others
     forward, its        _LeaveOneOutProducts in products.py           `forward_reason`, from _forward_reason: one_fold,
-    splits, unclipped                                                 reused, `by_fold_reason` (engine/build_step.py);
+    splits, unclipped                                                 reused, `no_folds` (engine/step_reasons.py);
                                                                       the optimizer's, from view_optimizer in
                                                                       optim/state.py: no_formula, not_in_optimizer,
                                                                       no_..._formula of its file
@@ -223,7 +223,7 @@ def _entropy_gradient_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Un
 def _forward_reason(step: StepData) -> Unavailable | None:
     """Return the reason why no fold can be left out of the step, or None."""
     reasons = step.reasons
-    return step.optimizer.reason or step.gradients.by_fold_reason or reasons.one_fold or reasons.reused
+    return step.optimizer.reason or reasons.no_folds or reasons.reused
 
 
 def _whole_and_without_folds(step: StepData, ranks: Ranks) -> tuple[StepUpdate | None, LeaveOneOutUpdates | None]:

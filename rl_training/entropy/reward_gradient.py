@@ -25,8 +25,9 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import centre_by_prompt
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
+from rl_training.step.data import StepData
 from rl_training.step.loss_weights import LossWeights
-from rl_training.step.reasons import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, Reasons
+from rl_training.step.reasons import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS
 
 TOLERANCE = 1e-6  # squared distance, relative to the squared norm, within which weights count as multiples
 OTHER_LOSS = Unavailable(
@@ -46,27 +47,28 @@ class RewardGradient:
     factor_reason: Unavailable | None  # why it is not one
 
 
-def reward_gradient(batch: Batch, ranks: Ranks, reasons: Reasons) -> RewardGradient:
+def reward_gradient(step: StepData, ranks: Ranks) -> RewardGradient:
     """Return J, the gradient of the mean reward of a response. Collective."""
+    batch = step.batch
     advantages, reason = _advantages(batch, ranks)
-    reason = reason or reasons.relative_rewards
+    reason = reason or step.reasons.relative_rewards
     log_ratios = batch.log_ratios()
     if not reason and ranks.anywhere({"no ratios": log_ratios is None}, advantages.device)["no ratios"]:
         reason = NO_SAMPLING_LOGPS
     if reason or log_ratios is None:
         return RewardGradient(None, reason, None, reason)
     weights = _token_weights(batch, advantages * log_ratios.sum(dim=1).exp())
-    factor, factor_reason = _step_gradient_factor(batch, ranks, reasons, weights)
+    factor, factor_reason = _step_gradient_factor(step, ranks, weights)
     return RewardGradient(weights, None, factor, factor_reason)
 
 
-def reward_multiple_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
+def reward_multiple_reason(step: StepData, ranks: Ranks) -> Unavailable | None:
     """Return the reason why the step's gradient is not that of rewards minus their groups' means, or None. Collective.
 
     Ratios to a sampler are left out, so it does not matter which policy sampled the responses.
     """
-    advantages, reason = _advantages(batch, ranks)
-    return reason or _step_gradient_factor(batch, ranks, reasons, _token_weights(batch, advantages))[1]
+    advantages, reason = _advantages(step.batch, ranks)
+    return reason or _step_gradient_factor(step, ranks, _token_weights(step.batch, advantages))[1]
 
 
 def _advantages(batch: Batch, ranks: Ranks) -> tuple[Tensor, Unavailable | None]:
@@ -94,11 +96,12 @@ def _token_weights(batch: Batch, advantages: Tensor) -> LossWeights:
 
 
 def _step_gradient_factor(
-    batch: Batch, ranks: Ranks, reasons: Reasons, weights: LossWeights
+    step: StepData, ranks: Ranks, weights: LossWeights
 ) -> tuple[float | None, Unavailable | None]:
     """Return the factor that turns the step's gradient into that of `weights`, or None and the reason. Collective."""
-    if reasons.other_terms:
-        return None, reasons.other_terms
+    if step.reasons.other_terms:
+        return None, step.reasons.other_terms
+    batch = step.batch
     loss_vector, reward_vector = (table.stacked().double().flatten() for table in (batch.loss_weights, weights))
     loss_square, product, reward_square = ranks.reduce(
         torch.stack([loss_vector @ loss_vector, loss_vector @ reward_vector, reward_vector @ reward_vector])
@@ -108,7 +111,7 @@ def _step_gradient_factor(
     factors = solve_combination(gram, 1, [0], tolerance)
     if factors is not None:
         return factors[0], None
-    return None, OTHER_LOSS.with_fix(reasons.dr_grpo_fix)
+    return None, OTHER_LOSS.with_fix(step.fixes.dr_grpo)
 
 
 def reward_products(

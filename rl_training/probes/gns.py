@@ -99,9 +99,7 @@ class GradientNoiseScaleProbe(Probe):
     def measure(self, ctx: StepContext, state: NoiseHistory) -> Reading:
         step = ctx.step
         blocks, group = step.batch.num_folds, step.batch.responses_per_prompt
-        reason = (
-            step.gradients.by_fold_reason or ctx.reasons.reused or ctx.reasons.copied_groups or ctx.reasons.one_fold
-        )
+        reason = ctx.reasons.no_folds or ctx.reasons.reused or step.batch.copies.reason
         if reason:
             names = NAMES + SPLIT * bool(self.split_prompts)
             return Reading(measured=dict.fromkeys(names, Estimate.missing(reason)), state=state)

@@ -165,7 +165,7 @@ class MeasuredStepProbe(Probe):
             sums_of_responses(ctx.step.batch.scores, rows, terms, logs, have_others(rewards, rollout.prompt_index))
         )
         estimates = estimates_over_units(
-            (*names, KL, ESS), changes_of_sums, by_prompt, ctx.ranks.reduce, ctx.reasons.copied_on_ranks
+            (*names, KL, ESS), changes_of_sums, by_prompt, ctx.ranks.reduce, ctx.step.batch.copies.across_ranks_reason
         )
         num_rewarded = ctx.ranks.reduce(by_prompt[:, -rewards.shape[1] :].sum(dim=0)).tolist()
         for name, count in zip(names_of_rewards(rollout), num_rewarded, strict=True):

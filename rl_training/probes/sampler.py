@@ -78,7 +78,7 @@ class SamplerProbe(Probe):
         else:
             estimates = estimates_over_units(
                 names, _statistic, batch.sum_by_prompt(_sums_of_sequences(batch, logs)), ctx.ranks.reduce,
-                ctx.reasons.split_prompts or ctx.reasons.copied_on_ranks,
+                ctx.reasons.split_prompts or batch.copies.across_ranks_reason,
             )  # fmt: skip
             if batch.rollout.sampling_logps is None:
                 estimates = {

@@ -162,7 +162,8 @@ class SimpleEntropyProbe(Probe):
         state, closed = state.add(ctx.step.number, level, forward, backward, half_step_stderr)
         predicted = dict[str, Estimate]()
         measured = dict[str, Estimate]()
-        few = ctx.reasons.copied_groups and ctx.reasons.copied_groups.prefixed("no error bar")
+        copied_groups = ctx.step.batch.copies.reason
+        few = copied_groups and copied_groups.prefixed("no error bar")
         for quantity in (*change.quantities.values(), *closed):
             pair = quantity.estimates(ctx.step.batch.num_folds, few)
             estimates = zip(self._metrics(quantity.name), pair, strict=False)

@@ -87,6 +87,11 @@ class Copies:
     on_several_ranks: bool = False  # some copies of a group lie on another rank: nothing on a rank is independent
     reason: Unavailable | None = None  # says how many groups are distinct; None: all
 
+    @property
+    def across_ranks_reason(self) -> Unavailable | None:
+        """The reason why no rank's prompts are independent of another's."""
+        return self.reason if self.on_several_ranks else None
+
     def units(self, rollout: Rollout) -> Tensor:
         """Return a number for each of this rank's sequences, (B,), equal for the responses to a prompt and copies."""
         return rollout.prompt_index if self.unit is None else self.unit

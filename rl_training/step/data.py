@@ -13,9 +13,8 @@ from torch import Tensor
 from rl_training.optim.state import OptimizerView
 from rl_training.parallel.fold_vectors import FoldVectors
 from rl_training.parallel.vectors import Layout
-from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
-from rl_training.step.reasons import Reasons
+from rl_training.step.reasons import Fixes, Reasons
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,8 @@ class Gradients:
     weights: Mapping[str, Tensor]  # before the step
     mean: Mapping[str, Tensor]  # over microbatches and ranks, as the optimizer gets it
     layout: Layout
+    # Neither of the next two may be used if `reasons.no_folds` is set; they may be present.
     by_fold: FoldVectors | None = None  # the mean gradient of each fold: by_fold.means(), (K, n) per bucket
-    # Why `by_fold` and `sq_norms` must not be used; they may be present.
-    by_fold_reason: Unavailable | None = None
     # (K + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, the mean gradient last; over all ranks
     sq_norms: Tensor | None = None
 
@@ -41,3 +39,4 @@ class StepData:
     gradients: Gradients
     optimizer: OptimizerView
     reasons: Reasons
+    fixes: Fixes  # with which a reason that is only decided later ends

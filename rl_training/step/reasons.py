@@ -64,7 +64,7 @@ class Fixes:
     steps_setting: str  # the same for larger steps of unchanged microbatches
     num_folds_setting: str  # {name}: the probe's name; {probe}: its class; {folds}: the number of folds
     whole_prompts: str = "keep all responses to a prompt side by side, in one microbatch or several in a row"
-    dr_grpo: str = ""  # how the loss's settings differ from Dr-GRPO's; "" if they do not, or it is unknown
+    dr_grpo: str = ""  # what makes the loss Dr-GRPO's; "" if its settings are already, or they are unknown
     no_reuse: str = "learn from each response once"
     fresh_responses: str = ""  # how every process can sample fresh responses
     own_forward_pass: str = "compute the loss from the log-probabilities that probes are given"
@@ -72,19 +72,38 @@ class Fixes:
 
 @dataclass(frozen=True)
 class Reasons:
-    """Why something cannot be measured at a step or in a whole training run: None where nothing is in the way."""
+    """Facts that keep something from being measured at a step, or in a whole training run. None: it is not so.
 
-    sampling_mismatch: Unavailable | None = None  # the sequences are not samples of the scored policy (top-p)
-    no_fresh_responses: Unavailable | None = None  # `policy.sample` must not be called
-    reused: Unavailable | None = None  # an earlier optimizer step has already learned from some of these sequences
-    split_prompts: Unavailable | None = None  # on some rank, a prompt of the step lacks some of its G responses
-    no_baseline: Unavailable | None = None  # split prompts, or G is 1: a response has no others to the same prompt
-    # The microbatches do not hold whole folds: split or mixed prompts, other sizes than planned, or copied groups.
-    no_whole_folds: Unavailable | None = None
-    copied_groups: Unavailable | None = None  # some groups are copies; folds and units of errors are of distinct groups
-    copied_on_ranks: Unavailable | None = None  # set if copies lie on several ranks: no rank's prompts are independent
-    one_fold: Unavailable | None = None  # the step has only one fold
-    other_terms: Unavailable | None = None  # the loss has terms besides these log-probabilities and entropies
-    relative_rewards: Unavailable | None = None  # every group has the same mean reward, whatever the policy does
-    hooked: Unavailable | None = None  # on some rank, the loop has hooks on gradients
-    dr_grpo_fix: str = ""  # what to set to make the loss Dr-GRPO's; its weights tell whether it is
+    None of them follows from the others. Beside each stands what it takes away: numbers, or one of the properties
+    below. engine/step_reasons.py says when each becomes known.
+    """
+
+    # The policy that probes score is not the one that samples: `sampling_mismatch` and `no_fresh_responses`.
+    other_policy: Unavailable | None = None
+    not_sampled: Unavailable | None = None  # these responses are no samples (a replay buffer): `sampling_mismatch`
+    cannot_sample: Unavailable | None = None  # the loop cannot sample fresh responses: `no_fresh_responses`
+    reused: Unavailable | None = None  # an earlier step has learned from some of these responses: δH, the noise
+    # On some rank, a prompt of the step lacks some of its G responses: `no_baseline`, and error bars over prompts.
+    split_prompts: Unavailable | None = None
+    one_response: Unavailable | None = None  # G is 1: `no_baseline`
+    # There are no two folds whose gradients are known, even if some are recorded: `forward`, the noise.
+    no_folds: Unavailable | None = None
+    # The loss has terms besides these log-probabilities and entropies: what is recomputed from its weights on them.
+    other_terms: Unavailable | None = None
+    relative_rewards: Unavailable | None = None  # every group has the same mean reward: changes of the reward
+    hooked: Unavailable | None = None  # on some rank, the loop has hooks on gradients: the entropy gradient
+
+    @property
+    def sampling_mismatch(self) -> Unavailable | None:
+        """Why the step's responses are not samples of the scored policy."""
+        return self.other_policy or self.not_sampled
+
+    @property
+    def no_fresh_responses(self) -> Unavailable | None:
+        """Why `policy.sample` must not be called."""
+        return self.other_policy or self.cannot_sample
+
+    @property
+    def no_baseline(self) -> Unavailable | None:
+        """Why a response has no others to the same prompt with which it could be compared."""
+        return self.one_response or self.split_prompts

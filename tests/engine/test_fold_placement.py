@@ -211,7 +211,7 @@ def test_folds_are_of_microbatches_unless_these_fail_or_further_passes_give_more
 
 
 def test_further_passes_need_a_probe_of_fold_gradients_and_a_loss_that_they_can_repeat() -> None:
-    assert may_recompute(Need.ENTROPY_GRADIENT | Need.SQ_NORMS, Reasons(no_whole_folds=MIXED_PROMPTS))
+    assert may_recompute(Need.ENTROPY_GRADIENT | Need.SQ_NORMS, Reasons(no_folds=MIXED_PROMPTS))
     assert not may_recompute(Need.SQ_NORMS | Need.TERMS_CHECK, Reasons())
     for reasons in (Reasons(split_prompts=SPLIT_PROMPTS), Reasons(other_terms=OTHER_TERMS)):
         assert not may_recompute(Need.ENTROPY_GRADIENT, reasons)

@@ -28,7 +28,7 @@ from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.probe import Probe
 from rl_training.engine.requirements import Requirements
-from rl_training.engine.step_reasons import reasons_of_step
+from rl_training.engine.step_reasons import reasons_of_sequences
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.paired_effects import paired_effects_reason
@@ -93,8 +93,8 @@ def test_a_step_reused_on_one_process_is_reused_on_all() -> None:
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
         step = OpenStep(1, [], folds=plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
         step.seen_prompts = {1} if rank == 0 else set()  # from which an earlier step has learned
-        why = reasons_of_step(step, loop, mismatch=None)
-        return torch.tensor([bool(why.split_prompts), bool(why.no_whole_folds), bool(why.reused)])
+        why = reasons_of_sequences(step, loop, other_policy=None)
+        return torch.tensor([bool(why.split_prompts), bool(why.no_folds), bool(why.reused)])
 
     assert [flags.tolist() for flags in on_two_ranks(found)] == [[False, False, True]] * 2
 
@@ -229,7 +229,7 @@ def test_shuffled_prompts_need_further_passes_only_where_folds_are_microbatches(
         model, optimizer, [SimpleEntropyProbe()], responses_per_prompt=8, microbatch_size=8, microbatches=4
     ) as measured:
         loop, requirements = measured._driver._started().loop, measured._driver._requirements
-    shuffled = dataclasses.replace(loop, reasons=Reasons(no_whole_folds=MIXED_PROMPTS))
+    shuffled = dataclasses.replace(loop, reasons=Reasons(no_folds=MIXED_PROMPTS))
     folds = [
         requirements.folds_of_full_step(dataclasses.replace(shuffled, ranks=Ranks(count, torch.clone)))
         for count in (4, 8)

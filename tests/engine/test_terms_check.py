@@ -213,7 +213,7 @@ def test_an_undeclared_term_is_known_however_prompts_are_cut_into_microbatches()
         probe.num_folds = folds
         loop_with(penalty, probes=[probe], steps=steps)
         for step in probe.kept_steps:
-            assert [step.reasons.other_terms.code, bool(step.gradients.by_fold_reason)] == [
+            assert [step.reasons.other_terms.code, bool(step.reasons.no_folds)] == [
                 "other_gradient",
                 bool(folds),
             ]

@@ -33,6 +33,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
 )
 from rl_training.statistics.unavailable import Unavailable
+from rl_training.step.batch import NO_COPIES, Copies
 from rl_training.step.loss_weights import gradient_of
 from rl_training.step.needs import Need
 from rl_training.step.reasons import NO_OTHERS, Reasons
@@ -50,7 +51,7 @@ class BothGradients(Seen):
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
         reading = super().measure(ctx, state)
-        self.found, rollout = reward_gradient(step.batch, ctx.ranks, step.reasons), step.batch.rollout
+        self.found, rollout = reward_gradient(step, ctx.ranks), step.batch.rollout
         params = [p for p in ctx.policy.model.parameters() if p.requires_grad]
         fresh = ctx.policy.score(rollout, torch.arange(rollout.num_sequences))
         above = above_the_others(rollout.rewards, G)
@@ -186,12 +187,14 @@ def test_groups_chosen_by_their_rewards_are_no_evidence_on_any_process() -> None
 
 @pytest.mark.parametrize("again", ["reused", "copied_groups"])
 def test_groups_that_are_there_again_are_no_further_evidence(again: str) -> None:
-    checks, alike = StepChecks(), rewarded([[0.0, 1.0]] * 10)
-    repeated = Reasons(**{again: Unavailable(again, "there again")})
-    assert [checks.relative_rewards(alike, repeated, ALONE) for _ in range(5)] == [None] * 5
+    checks, reason, rollout = StepChecks(), Unavailable(again, "there again"), rewarded([[0.0, 1.0]] * 10)
+    alike: Any = SimpleNamespace(rollout=rollout, copies=NO_COPIES)
+    copied: Any = SimpleNamespace(rollout=rollout, copies=Copies(reason=reason))
+    repeated = (copied, Reasons()) if again == "copied_groups" else (alike, Reasons(reused=reason))
+    assert [checks.relative_rewards(*repeated, ALONE) for _ in range(5)] == [None] * 5
     fresh = [checks.relative_rewards(alike, Reasons(), ALONE) is None for _ in range(3)]
     assert fresh == [True, True, False]
-    assert checks.relative_rewards(alike, repeated, ALONE) is RELATIVE_REWARDS  # as known from before
+    assert checks.relative_rewards(*repeated, ALONE) is RELATIVE_REWARDS  # as known from before
 
 
 def test_groups_on_two_processes_are_compared_with_each_other() -> None:
@@ -218,8 +221,9 @@ def test_reward_weights_on_two_processes_count_all_responses_with_a_reward() -> 
             rewards=rewards[rank], prompt_index=prompts[rank], completion_mask=ones, sampling_logps=None, on_policy=True
         )
         scores, zeros = Scores(ones, ones, ones), torch.zeros_like(ones)
-        batch: Any = SimpleNamespace(rollout=rollout, scores=scores, log_ratios=lambda: zeros)
-        weights = reward_gradient(batch, Ranks(2, reduce, rank), Reasons(other_terms=OTHER_TERMS)).weights
+        batch = SimpleNamespace(rollout=rollout, scores=scores, log_ratios=lambda: zeros)
+        step: Any = SimpleNamespace(batch=batch, reasons=Reasons(other_terms=OTHER_TERMS))
+        weights = reward_gradient(step, Ranks(2, reduce, rank)).weights
         assert weights is not None
         return weights.logps.flatten()
 

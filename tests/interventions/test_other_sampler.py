@@ -15,6 +15,7 @@ from other_samplers import OtherSampler
 from two_turns import LOGITS, OUTCOMES, REWARDS, policy_logp, tables
 
 from rl_training.entropy.reward_gradient import reward_gradient
+from rl_training.hosts.plain.measured_loop import FIXES
 from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.scores import Scores
@@ -40,7 +41,8 @@ def test_the_reward_gradient_is_exact_in_the_mean_over_groups_of_another_sampler
     scores = Scores(logps.detach(), entropies.detach(), mask)
     nothing = LossWeights(torch.zeros_like(scores.logps), None)
     batch = scored(rollout, scores, nothing)
-    weights = reward_gradient(batch, all_ranks(), Reasons()).weights
+    step: Any = SimpleNamespace(batch=batch, reasons=Reasons(), fixes=FIXES)
+    weights = reward_gradient(step, all_ranks()).weights
     assert weights is not None
     chance = [
         math.prod(OUTCOMES[o].chance * math.exp(policy_logp(OUTCOMES[o], SAMPLER)) for o in pair) for pair in pairs

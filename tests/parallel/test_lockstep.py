@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.engine.open_step import OpenStep
-from rl_training.engine.step_reasons import reasons_of_step
+from rl_training.engine.step_reasons import reasons_of_sequences
 from rl_training.errors import UserError
 from rl_training.hosts import policy as host_policy
 from rl_training.hosts.plain.measured_loop import FIXES
@@ -237,11 +237,11 @@ def test_what_one_process_alone_cannot_measure_no_process_measures(code: str) ->
         origin = LOCAL_REASONS.get(code, Origin()) if ranks.number else Origin()
         no_sample = Unavailable(code, "no function to sample with") if ranks.number and code == "no_sample" else None
         loop: Any = SimpleNamespace(
-            ranks=ranks, fixes=FIXES, reasons=Reasons(no_fresh_responses=no_sample), shard=SimpleNamespace(leaves={})
+            ranks=ranks, fixes=FIXES, reasons=Reasons(cannot_sample=no_sample), shard=SimpleNamespace(leaves={})
         )
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=origin)
         step = OpenStep(1, [], folds=plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
-        reasons = reasons_of_step(step, loop, mismatch=None)
+        reasons = reasons_of_sequences(step, loop, other_policy=None)
         return [bool(value) for value in vars(reasons).values()]
 
     first, second = CountingRanks().run(found)

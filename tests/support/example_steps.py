@@ -15,6 +15,7 @@ from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropySettings
 from rl_training.entropy.prediction import EntropyPredictor
 from rl_training.entropy.previous_update import PreviousUpdate
+from rl_training.hosts.plain.measured_loop import FIXES
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans
 from rl_training.optim.sgd import SGDState
@@ -144,7 +145,8 @@ def step_of(
             sq_norms=sq_norms,
         ),
         optimizer=OptimizerView(states, math.inf),
-        reasons=Reasons(one_fold=ONE_FOLD.formatted(more="more") if microbatches < 2 else None),
+        reasons=Reasons(no_folds=ONE_FOLD.formatted(more="more") if microbatches < 2 else None),
+        fixes=FIXES,
     )
     passes = Passes(policy, ranks, FoldReduction(shard))
     if entropy is None:

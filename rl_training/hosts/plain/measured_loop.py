@@ -121,8 +121,8 @@ def measured_loop(
         policy=HostPolicy(module, scorer, microbatch_size, sample, decode),
         ranks=all_ranks(),
         reasons=Reasons(
-            sampling_mismatch=reason_of_loop(sampling_mismatch),
-            no_fresh_responses=None if sample is not None else NO_SAMPLE,
+            other_policy=reason_of_loop(sampling_mismatch),
+            cannot_sample=None if sample is not None else NO_SAMPLE,
         ),
         fixes=dataclasses.replace(FIXES, dr_grpo=DR_GRPO_FIX if dr_grpo else ""),
     )

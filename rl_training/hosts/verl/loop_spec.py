@@ -76,7 +76,7 @@ def loop_spec_of(
         ranks=all_ranks(),
         is_dr_grpo=loss is not None,
         loss_settings=loss,
-        reasons=Reasons(sampling_mismatch=reason_of_loop(settings["sampling_mismatch"]), no_fresh_responses=NO_SAMPLE),
+        reasons=Reasons(other_policy=reason_of_loop(settings["sampling_mismatch"]), cannot_sample=NO_SAMPLE),
         fixes=dataclasses.replace(DYNAMIC_FIXES if is_dynamic else FIXES, whole_prompts=settings["whole_prompts_fix"]),
         opening=CUT_BY_TOKENS if is_dynamic else "",
     )

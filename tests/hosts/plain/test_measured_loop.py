@@ -30,7 +30,7 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, Reading, Rollout, attach, measured_loop
 from rl_training.engine.open_step import OpenStep
-from rl_training.engine.step_reasons import reasons_of_step
+from rl_training.engine.step_reasons import reasons_of_sequences
 from rl_training.entropy import paired_effects, reward_gradient
 from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.hosts.plain.measured_loop import FIXES
@@ -630,8 +630,7 @@ def test_reasons_end_in_the_fix_for_this_kind_of_loop() -> None:
         loop: Any = SimpleNamespace(fixes=words, reasons=Reasons(), ranks=all_ranks(), shard=shard)
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
         step = OpenStep(1, [], folds=plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
-        why = reasons_of_step(step, loop, mismatch=None)
-        reasons = why.split_prompts, why.no_whole_folds
+        why = reasons_of_sequences(step, loop, other_policy=None)
+        reasons = why.split_prompts, why.no_folds
         assert all(reason.endswith(f": {words.whole_prompts}") for reason in reasons)
-        assert why.dr_grpo_fix == words.dr_grpo
         assert not any("attach" in reason or "Trainer" in reason for reason in reasons)

@@ -134,7 +134,7 @@ def test_a_plain_trainer_with_whole_prompt_order_has_the_forward_estimate(make_t
         trainer.train()
     assert any("delta_h/forward" in row for row in trainer.state.log_history)
     for step in witness.kept_steps:
-        assert not step.reasons.no_whole_folds
+        assert not step.reasons.no_folds
         for rows in step.batch.microbatch_rows:
             assert sorted(step.batch.rollout.prompt_index[rows.start : rows.stop].unique(return_counts=True)[1]) == [
                 4,

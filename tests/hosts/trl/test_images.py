@@ -115,7 +115,7 @@ def test_each_response_is_scored_with_its_own_image_and_training_is_unchanged(ma
         assert math.isfinite(attachment.latest[name].value)
     assert "text" in attachment.latest["delta_h/true"].reason
     for step, (asked, swapped) in zip(contexts.kept_steps, contexts.scored, strict=True):
-        assert not step.reasons.no_whole_folds
+        assert not step.reasons.no_folds
         mask = step.batch.rollout.completion_mask.bool()
         for row, (scores, i) in asked.items():
             length = int(mask[row].sum())
