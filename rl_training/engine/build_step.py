@@ -26,6 +26,7 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import NO_COPIES, Batch, Copies
 from rl_training.step.data import Gradients, StepData
+from rl_training.step.folds import FoldSource
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
 from rl_training.step.reasons import Reasons
@@ -55,13 +56,13 @@ class StepBuilder:
         reasons = reasons_of_sequences(open_step, loop, other_policy)
         scores = open_step.join_scores(rollout)
         copies = NO_COPIES if reasons.split_prompts else find_copies(rollout, scores, ranks)
-        batch, is_recomputed = self._batch(open_step, rollout, scores, copies, reasons)
+        batch = self._batch(open_step, rollout, scores, copies, reasons)
         mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
         gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
         gradient_reason = None
-        if is_recomputed:
+        if batch.fold_source is FoldSource.RECOMPUTED:
             gradients = self._recompute_folds(batch, gradients, optimizer)
-        elif not (copies.reason or reasons.no_folds):
+        elif batch.fold_source is FoldSource.CAUGHT:
             gradients, gradient_reason = self._add_caught_folds(batch, gradients, optimizer, open_step.needs, reasons)
         reasons = with_gradients(
             reasons,
@@ -70,7 +71,6 @@ class StepBuilder:
             loop=loop,
             probes=self.requirements.probes,
             checks=self.checks,
-            is_recomputed=is_recomputed,
             gradient_reason=gradient_reason,
         )
         return StepData(open_step.number, batch, gradients, optimizer, reasons, loop.fixes)
@@ -82,14 +82,14 @@ class StepBuilder:
         scores: Scores,
         copies: Copies,
         reasons: Reasons,
-    ) -> tuple[Batch, bool]:
-        """Return the step's sequences in their folds, and whether further passes give the folds' gradients. Collective.
+    ) -> Batch:
+        """Return the step's sequences in their folds. Collective.
 
         Copies stay together. If they lie on several ranks there is one fold: no other is independent of it.
         """
         ranks = self.passes.ranks
         index = copies.units(rollout)
-        folds, is_recomputed = choose_folds(
+        folds, source = choose_folds(
             open_step.folds,
             lambda: fewest_prompts(index, ranks),
             ranks.count,
@@ -97,8 +97,8 @@ class StepBuilder:
             plan_fails=(copies.reason or reasons.no_folds) is not None,
             can_recompute=may_recompute(open_step.needs, reasons),
         )
-        fold = fold_of_rows(folds, index, ranks.number)
-        batch = Batch(
+        fold = fold_of_rows(folds, source, index, ranks.number)
+        return Batch(
             rollout=rollout,
             scores=scores,
             loss_weights=open_step.join_loss_weights(),
@@ -107,10 +107,10 @@ class StepBuilder:
             fold=fold,
             fold_sizes=fold_sizes(fold, num_folds_in(folds), ranks),
             responses_per_prompt=open_step.responses_per_prompt,
+            fold_source=source,
             loss_settings=open_step.loss_settings,
             copies=copies,
         )
-        return batch, is_recomputed
 
     def _recompute_folds(self, batch: Batch, gradients: Gradients, optimizer: OptimizerView) -> Gradients:
         """Add the gradients by fold, and their square norms if probes need them, by further passes. Collective.

@@ -9,7 +9,7 @@ from rl_training.engine.fold_placement import choose_folds, num_folds_in
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.folds import DEFAULT_NUM_FOLDS, plan_folds, plan_prompt_folds
+from rl_training.step.folds import DEFAULT_NUM_FOLDS, FoldSource, plan_folds, plan_prompt_folds
 
 ONE_FOLD = Unavailable(
     "one_fold",
@@ -80,10 +80,10 @@ def _further_passes(loop: LoopSpec, probes: Sequence[Probe]) -> str:
         return ""
     planned = plan_folds(loop.sizes, loop.responses_per_prompt, loop.ranks.count)
     most = num_folds_in(plan_prompt_folds(loop.num_prompts, loop.ranks.count))
-    _, is_recomputed = choose_folds(
+    _, source = choose_folds(
         planned, lambda: loop.num_prompts, loop.ranks.count, most, plan_fails=False, can_recompute=True
     )
-    if not is_recomputed or most < DEFAULT_NUM_FOLDS:
+    if source is not FoldSource.RECOMPUTED or most < DEFAULT_NUM_FOLDS:
         return ""
     option = _num_folds_setting(loop, naming, most)
     return f"{option}, which takes a step's forward passes and backwards once more"

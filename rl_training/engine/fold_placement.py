@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_training.parallel.ranks import Ranks
 from rl_training.statistics.jackknife import MIN_FOLDS_STEP
-from rl_training.step.folds import FoldGroup, folds_of_prompts, least_recomputed, plan_prompt_folds
+from rl_training.step.folds import FoldGroup, FoldSource, folds_of_prompts, least_recomputed, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.reasons import Reasons
 
@@ -36,8 +36,8 @@ def choose_folds(
     *,
     plan_fails: bool,
     can_recompute: bool,
-) -> tuple[Sequence[FoldGroup], bool]:
-    """Return the folds of a step, and whether further passes give their gradients, instead of the loop's own backwards.
+) -> tuple[Sequence[FoldGroup], FoldSource]:
+    """Return the folds of a step, and what gives their gradients.
 
     Folds of whole prompts replace the planned ones if microbatches do not hold whole folds, or if there are too few for
     the request or for an error bar and further passes give more. Only then are prompts counted, for which ranks wait.
@@ -53,14 +53,13 @@ def choose_folds(
     planned_count = num_folds_in(planned)
     has_too_few = planned_count < (num_folds or MIN_FOLDS_STEP)
     if not (plan_fails or (can_recompute and has_too_few)):
-        return planned, False
+        return planned, FoldSource.CAUGHT
     of_prompts = plan_prompt_folds(count_prompts(), num_ranks, num_folds)
     count = num_folds_in(of_prompts)
     is_gain = plan_fails or count > planned_count
-    is_recomputed = can_recompute and is_gain and count >= least_recomputed(num_folds)
-    if plan_fails or is_recomputed:
-        return of_prompts, is_recomputed
-    return planned, False
+    if can_recompute and is_gain and count >= least_recomputed(num_folds):
+        return of_prompts, FoldSource.RECOMPUTED
+    return (of_prompts, FoldSource.MISSING) if plan_fails else (planned, FoldSource.CAUGHT)
 
 
 def fewest_prompts(index: Tensor, ranks: Ranks) -> int:
@@ -82,15 +81,15 @@ def fold_sizes(fold: Tensor, num_folds: int, ranks: Ranks) -> Tensor:
     return ranks.reduce(ones.new_zeros(num_folds).index_add_(0, fold, ones)).cpu()
 
 
-def fold_of_rows(groups: Sequence[FoldGroup], index: Tensor, rank: int) -> Tensor:
+def fold_of_rows(groups: Sequence[FoldGroup], source: FoldSource, index: Tensor, rank: int) -> Tensor:
     """Return the fold of each of a rank's sequences, (B,).
 
     Args:
-        groups: The folds of the step.
+        groups, source: From `choose_folds`.
         index: (B,), equal for responses to the same prompt.
         rank: This rank's number.
     """
-    if not groups[0].rows_per_pass:
+    if source is not FoldSource.CAUGHT:
         return folds_of_prompts(index, groups, rank)
     fold = torch.empty_like(index)
     for group in groups:

@@ -26,7 +26,7 @@ from rl_training.parallel.vectors import Vector, num_bytes, sample_entries, squa
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients
 from rl_training.step.fold_reduction import FoldReduction
-from rl_training.step.folds import FoldGroup
+from rl_training.step.folds import FoldGroup, FoldSource
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes, Weightings
 
@@ -170,7 +170,7 @@ class FoldRecorder:
             The step's gradients with vectors and square norms by fold, as far as they are stored, and what tells
             whether they are the step's.
         """
-        if batch.has_mixed_folds:
+        if batch.fold_source is FoldSource.RECOMPUTED:
             self._recompute(batch, passes)
         sums = self.finish(batch.fold_sizes, passes.ranks.count, gradients.mean)
         sq_norms = None if self.sq_norms is None else passes.ranks.reduce(self.sq_norms)

@@ -20,7 +20,7 @@ from rl_training.parallel.fold_vectors import equivalent_vectors
 from rl_training.parallel.fusion import Fusion
 from rl_training.parallel.vectors import Layout
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.folds import FoldGroup, plan_folds, plan_prompt_folds
+from rl_training.step.folds import FoldGroup, FoldSource, plan_folds, plan_prompt_folds
 from rl_training.step.needs import Need
 from rl_training.step.residual import ResidualTest
 from rl_training.vocabulary import ENGINE, KL_BOUND
@@ -89,7 +89,7 @@ class Requirements:
 
     def folds_of_full_step(self, loop: LoopSpec) -> tuple[int, bool]:
         """Return the number of folds of a full step, and whether further passes give their gradients."""
-        folds, is_recomputed = choose_folds(
+        folds, source = choose_folds(
             self.plan(loop),
             lambda: max(1, loop.num_prompts),
             loop.ranks.count,
@@ -97,7 +97,7 @@ class Requirements:
             plan_fails=self.no_whole_folds(loop) is not None,
             can_recompute=may_recompute(self.needs, loop.reasons) and loop.num_prompts > 0,
         )
-        return num_folds_in(folds), is_recomputed
+        return num_folds_in(folds), source is FoldSource.RECOMPUTED
 
     def no_whole_folds(self, loop: LoopSpec) -> Unavailable | None:
         """Return the reason why planned folds of a full step cannot hold whole prompts, or None."""

@@ -33,6 +33,7 @@ from rl_training.engine.step_checks import StepChecks
 from rl_training.policy.rollout import Rollout, join_origins
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
+from rl_training.step.folds import FoldSource
 from rl_training.step.needs import Need
 from rl_training.step.reasons import MIXED_PROMPTS, ONE_RESPONSE, REUSED, SAMPLING_MISMATCH, SPLIT_PROMPTS, Reasons
 
@@ -117,7 +118,6 @@ def with_gradients(
     loop: LoopSpec,
     probes: Sequence[Probe],
     checks: StepChecks,
-    is_recomputed: bool,
     gradient_reason: Unavailable | None,
 ) -> Reasons:
     """Add what copies, gradients and rewards show to the reasons of a step's sequences. Collective.
@@ -129,9 +129,9 @@ def with_gradients(
         loop: The training loop.
         probes: All probes of the training, for advice.
         checks: What this step and earlier ones have shown of the loss and the rewards.
-        is_recomputed: Further passes gave the gradients of the folds, or would have.
         gradient_reason: Why the step's gradient is not that of its folds.
     """
+    is_recomputed = batch.fold_source is FoldSource.RECOMPUTED
     is_asked = is_recomputed or Need.TERMS_CHECK in needs
     other_terms = checks.terms.reason_of_step(reasons.other_terms, is_asked=is_asked)
     # Recomputed folds have the gradient of the scores alone, wherever their prompts lie.

@@ -24,7 +24,7 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients
-from rl_training.step.folds import FoldGroup
+from rl_training.step.folds import FoldGroup, FoldSource
 from rl_training.step.passes import Passes, Weightings
 
 EVERY = 16  # measured steps between comparisons, after those at steps 1, 2, 4, 8
@@ -109,7 +109,7 @@ class TermsCheck:
         Returns:
             The reason why the loss has another term, by this or an earlier comparison, or None.
         """
-        if batch.has_mixed_folds:
+        if batch.fold_source is FoldSource.RECOMPUTED:
             self._check_recomputed(batch, gradients, sums, passes)
         elif self.is_due:
             self._check_caught(batch, gradients, sums, passes)

@@ -36,7 +36,7 @@ from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
-from rl_training.step.folds import folds_of_prompts, plan_prompt_folds
+from rl_training.step.folds import FoldSource, folds_of_prompts, plan_prompt_folds
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.passes import Weightings
 
@@ -99,6 +99,7 @@ def _batch_of(restored: RestoredTrainer, update: UpdateBuffer, microbatch_size: 
         fold=fold_of_prompt.to(restored.device)[rollout.prompt_index],
         fold_sizes=update.responses_per_prompt * fold_of_prompt.bincount().double(),
         responses_per_prompt=update.responses_per_prompt,
+        fold_source=FoldSource.RECOMPUTED,
     )
 
 

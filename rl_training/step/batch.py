@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.statistics.unavailable import Unavailable
-from rl_training.step.folds import FoldGroup
+from rl_training.step.folds import FoldGroup, FoldSource
 from rl_training.step.loss_weights import LossWeights
 
 
@@ -112,6 +112,7 @@ class Batch:
     fold: Tensor  # (B,), the fold of each sequence
     fold_sizes: Tensor  # (K,) fp64 in host memory, n_k: sequences on all ranks
     responses_per_prompt: int  # G
+    fold_source: FoldSource
     loss_settings: LossSettings | None = None  # None if unknown
     copies: Copies = NO_COPIES
 
@@ -124,11 +125,6 @@ class Batch:
     def num_sequences(self) -> float:
         """Σ n_k, over all ranks. `rollout.num_sequences` counts this rank's."""
         return float(self.fold_sizes.sum())
-
-    @property
-    def has_mixed_folds(self) -> bool:
-        """Whether microbatches mix the prompts of several folds, so that no backward of the loop is for one fold."""
-        return not self.folds[0].rows_per_pass
 
     def log_ratios(self) -> Tensor | None:
         """Return log π − log μ per token, (B, T) fp64, 0 off the mask. None if unknown.

@@ -14,6 +14,7 @@ g_(−k) = (N g − n_k g_k) / (N − n_k) is calculated on the ranks that keep 
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,13 +37,22 @@ def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in itertools.pairwise(ends))
 
 
+class FoldSource(enum.StrEnum):
+    """What gives the gradients of a step's folds."""
+
+    CAUGHT = "hooks on the loop's own backwards, which are for whole folds"
+    RECOMPUTED = "further passes over folds of prompts, wherever these lie in the microbatches"
+    MISSING = "nothing: microbatches do not hold whole folds, and further passes are impossible or not worth it"
+
+
 @dataclass(frozen=True)
 class FoldGroup:
     """Folds whose gradients come from the same backwards: one fold, or one per group of equally many ranks."""
 
     folds: range  # numbers of the folds
     fold_of_rank: tuple[int, ...]  # each rank's fold, counted from the first of `folds`
-    # This rank's rows in each backward. All ranks have equally many backwards; () if a backward mixes prompts of folds.
+    # This rank's rows in each of the loop's backwards for these folds: equally many on all ranks, none if folds are of
+    # prompts, wherever these lie.
     rows_per_pass: tuple[range, ...]
 
 
@@ -165,7 +175,7 @@ def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | Non
             `plan_folds`.
 
     Returns:
-        Groups without passes. Ranks share each fold if they have enough prompts.
+        Groups without `rows_per_pass`. Ranks share each fold if they have enough prompts.
 
     >>> [(group.folds, group.fold_of_rank) for group in plan_prompt_folds(num_prompts=4, num_ranks=2, num_folds=3)]
     [(range(0, 1), (0, 0)), (range(1, 2), (0, 0)), (range(2, 3), (0, 0))]

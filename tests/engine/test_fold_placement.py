@@ -24,7 +24,7 @@ from rl_training.engine.loss_info import OTHER_TERMS
 from rl_training.models.load import load_tiny
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import take_rows
-from rl_training.step.folds import plan_folds
+from rl_training.step.folds import FoldSource, plan_folds
 from rl_training.step.needs import Need
 from rl_training.step.reasons import MIXED_PROMPTS, SPLIT_PROMPTS, Reasons
 
@@ -156,10 +156,10 @@ def test_no_fold_is_empty_where_processes_have_unequal_numbers_of_spread_prompts
 
     def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         ranks = Ranks(2, reduce, rank)
-        folds, _ = choose_folds(
+        folds, source = choose_folds(
             [], lambda: fewest_prompts(prompts[rank], ranks), 2, num_folds, plan_fails=True, can_recompute=False
         )
-        placed_folds[rank] = fold_of_rows(folds, prompts[rank], rank).tolist()
+        placed_folds[rank] = fold_of_rows(folds, source, prompts[rank], rank).tolist()
         return torch.tensor(num_folds_in(folds))
 
     first, other = map(int, on_two_ranks(placed))
@@ -170,10 +170,10 @@ def test_no_fold_is_empty_where_processes_have_unequal_numbers_of_spread_prompts
     )
 
 
-CAUGHT, RECOMPUTED, UNUSABLE = "of the microbatches", "of prompts, recomputed", "of prompts, without gradients"
+CAUGHT, RECOMPUTED, MISSING = FoldSource
 # By case: planned folds, prompts per rank, ranks, folds asked for, whether the plan fails, whether further passes may
 # give gradients; and the folds chosen.
-CHOICES: dict[str, tuple[int, int, int, int | None, bool, bool, tuple[int, str]]] = {
+CHOICES: dict[str, tuple[int, int, int, int | None, bool, bool, tuple[int, FoldSource]]] = {
     "the plan has enough": (8, 8, 1, None, False, True, (8, CAUGHT)),
     "the plan has enough for an error bar": (4, 8, 1, None, False, True, (4, CAUGHT)),
     "the plan has too few for an error bar": (3, 8, 1, None, False, True, (8, RECOMPUTED)),
@@ -184,10 +184,10 @@ CHOICES: dict[str, tuple[int, int, int, int | None, bool, bool, tuple[int, str]]
     "no more prompts than planned folds": (4, 4, 1, 8, False, True, (4, CAUGHT)),
     "two ranks have four prompts each": (2, 4, 2, None, False, True, (8, RECOMPUTED)),
     "the plan fails": (8, 8, 1, None, True, True, (8, RECOMPUTED)),
-    "the plan fails, further passes are ruled out": (3, 8, 1, None, True, False, (8, UNUSABLE)),
+    "the plan fails, further passes are ruled out": (3, 8, 1, None, True, False, (8, MISSING)),
     "the plan fails, two folds are asked for": (8, 8, 1, 2, True, True, (2, RECOMPUTED)),
-    "the plan fails, one fold is asked for": (8, 8, 1, 1, True, True, (1, UNUSABLE)),
-    "the plan fails, prompts are too few for an error bar": (1, 3, 1, None, True, True, (3, UNUSABLE)),
+    "the plan fails, one fold is asked for": (8, 8, 1, 1, True, True, (1, MISSING)),
+    "the plan fails, prompts are too few for an error bar": (1, 3, 1, None, True, True, (3, MISSING)),
 }
 
 
@@ -201,12 +201,11 @@ def test_folds_are_of_microbatches_unless_these_fail_or_further_passes_give_more
         counts.append(num_prompts)
         return num_prompts
 
-    folds, is_recomputed = choose_folds(
+    folds, source = choose_folds(
         planned, count_prompts, num_ranks, num_folds, plan_fails=plan_fails, can_recompute=can_recompute
     )
-    source = RECOMPUTED if is_recomputed else CAUGHT if folds is planned else UNUSABLE
     assert (num_folds_in(folds), source) == expected
-    assert all(bool(group.rows_per_pass) == (folds is planned) for group in folds)
+    assert (folds is planned) == (source is CAUGHT)
     assert len(counts) == (plan_fails or (can_recompute and "the plan has enough" not in case))
 
 

@@ -24,6 +24,7 @@ from rl_training.interventions.named import (
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch, Correction, LossSettings
+from rl_training.step.folds import FoldSource
 from rl_training.step.loss_weights import LossWeights
 
 L, MICROBATCHES, EPSILON = 5, 2, 0.2
@@ -297,7 +298,7 @@ def test_a_microbatch_is_weighted_by_its_share_of_the_sequences() -> None:
         completion_mask=loss.scores.mask, advantages=loss.advantages, rewards=None, prompt_index=rows // 2,
     )  # fmt: skip
     parts = (range(2), range(2, 6))
-    batch = Batch(rollout, loss.scores, loss.weights, parts, [], rows, torch.ones(6), responses_per_prompt=2)
+    batch = Batch(rollout, loss.scores, loss.weights, parts, [], rows, torch.ones(6), 2, FoldSource.CAUGHT)
     inputs = loss_inputs(batch, lambda mine: mine)
     assert [part.microbatches for part in inputs] == [3.0, 1.5]
     assert torch.equal(inputs[1].weights.logps, loss.weights.logps[2:])

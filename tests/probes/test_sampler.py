@@ -24,6 +24,7 @@ from rl_training.policy.scores import Scores
 from rl_training.probes.sampler import METRICS, TRUNCATED_SAMPLER, SamplerProbe
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.batch import Batch, Correction, LossSettings
+from rl_training.step.folds import FoldSource
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.reasons import Reasons
 
@@ -47,7 +48,7 @@ def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tenso
     rollout = Rollout(ids, ids + 1, mask.long(), mask.long(), rewards, rewards, index, sampled)
     return Batch(
         rollout, Scores(logps, torch.zeros_like(logps), mask), LossWeights(logps, None), (range(count),),
-        (), index, torch.tensor([float(count)]), G, LossSettings(T, 0.2, 0.2, False, correction),
+        (), index, torch.tensor([float(count)]), G, FoldSource.CAUGHT, LossSettings(T, 0.2, 0.2, False, correction),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, StepData
 from rl_training.step.fold_reduction import FoldReduction
-from rl_training.step.folds import FoldGroup, ranges_of
+from rl_training.step.folds import FoldGroup, FoldSource, ranges_of
 from rl_training.step.loss_weights import LossWeights
 from rl_training.step.needs import Need
 from rl_training.step.passes import Passes
@@ -67,7 +67,9 @@ def shard_of(parameters: Mapping[str, Tensor]) -> Shard:
 def scored(rollout: Any, scores: Scores, loss_weights: Any = None) -> Batch:
     """Return a batch that has only its sequences, scores and loss weights."""
     nothing = torch.zeros(0)
-    return Batch(rollout, scores, loss_weights, (), (), nothing, nothing, responses_per_prompt=0)
+    return Batch(
+        rollout, scores, loss_weights, (), (), nothing, nothing, responses_per_prompt=0, fold_source=FoldSource.CAUGHT
+    )
 
 
 def fold_vectors_of(layout: Layout, vectors: Vector) -> FoldVectors:
@@ -132,6 +134,7 @@ def step_of(
         fold=fold,
         fold_sizes=torch.full((microbatches,), float(size * ranks.count), dtype=torch.float64),
         responses_per_prompt=int((rollout.prompt_index == rollout.prompt_index[0]).sum()),
+        fold_source=FoldSource.CAUGHT,
     )
     shard = shard_of(parameters)
     step = StepData(
