@@ -123,8 +123,7 @@ class Measurer:
 
     def _context(self, step: OpenStep) -> StepContext:
         """Return what the probes are given: the step as data, and what it is predicted to do."""
-        edit_reason = self._predictions.begin_measuring()
-        data = self._builder.build(step, edit_reason)
+        data = self._builder.build(step, self._predictions.edit_reason())
         prediction = self._predictions.predict(data, step.probes, self._residual_test)
         context = StepContext(data, self._passes, prediction, residual_test=self._residual_test)
         return with_seen_in_scores(context, self._residual_test.reason)
@@ -133,7 +132,8 @@ class Measurer:
         """Read weights and gradients of a measured step right before the optimizer's."""
         if step.witness is not None:
             step.witness.about_to_step()
-        self._predictions.about_to_step()
+        assert step.context is not None
+        self._predictions.about_to_step(step.context.prediction_if_any)
 
     def after_step(self, step: OpenStep, was_taken: bool) -> None:
         """Run the probes after the optimizer's step, verify it, and keep the states that it leaves. Collective.
@@ -142,15 +142,13 @@ class Measurer:
             step: The measured step. Its readings become final.
             was_taken: False if the loop skipped the step.
         """
-        with self._costs.timed():
-            self._predictions.stepped()
         context = step.context_after_step(self._loop.ranks)
         for probe in step.probes:
             with self._costs.timed(probe.name):
                 reading = step.readings[probe.name]
                 step.readings[probe.name] = self._probe_states.after_step(probe, context, reading)
         with self._costs.timed():  # if verification fails, states that came with predictions are dropped
-            verification = self._predictions.verify(context.prediction_if_any, was_taken)
+            verification = self._predictions.verify(context.step, context.prediction_if_any, was_taken)
             step.readings = self._probe_states.commit(step.readings, verification.void_reason)
             step.verification = {**verification.estimates, **self._residual_test.finish(was_taken)}
         self._checks.finish(was_taken)
