@@ -151,7 +151,7 @@ class ChangedUpdates:
     """The updates without each fold, unchanged and with changes that share a basis.
 
     The constructor is collective: it calculates the gradients' inner products. Internal tables have a row for each fold
-    that is left out, and a last row for the whole step.
+    that is left out, and a last row for the step itself.
 
     Args:
         unchanged: The updates as they are.

@@ -21,6 +21,8 @@ from rl_training.statistics.estimate import NOT_FINITE_GRADIENT, Estimate, effec
 from rl_training.statistics.jackknife import FEW_FOLDS, NONE_WITHOUT, stderr_reason
 from rl_training.statistics.unavailable import Unavailable
 
+# What entropy is given per: the last dimension of quantities and products, and the order of the entropy gradients.
+DENOMINATORS = ("token", "sequence")
 # Columns of a fold's totals: its number of sequences, Σ h and Σ T.
 TOTALS = ("sequences", "entropy", "length")
 SEQUENCES, ENTROPY, LENGTH = range(len(TOTALS))
@@ -68,7 +70,7 @@ class EntropySettings:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity per token and per sequence."""
+    """A quantity per token and per sequence: a number for each of DENOMINATORS."""
 
     name: str
     value: Tensor  # (2,)

@@ -59,7 +59,7 @@ def totals_of_folds(batch: Batch, ranks: Ranks, ratios: Tensor | None) -> Tensor
     return ranks.reduce(batch.sum_by_fold(torch.stack([torch.ones_like(sums[0]), *sums], dim=1)))
 
 
-def target_losses(batch: Batch, ratios: Tensor | None, level: float, settings: EntropySettings) -> list[LossWeights]:
+def entropy_losses(batch: Batch, ratios: Tensor | None, level: float, settings: EntropySettings) -> list[LossWeights]:
     """Return the losses whose gradients are X: per token ∂H_seq − H_tok ∂E[T], and perhaps per sequence ∂H_seq.
 
     Args:
@@ -94,10 +94,11 @@ def send_fold_gradients(
     Args:
         batch: The batch of the step.
         passes: The policy, the ranks and the reduction that sums gradients by fold.
-        losses: From `target_losses`.
+        losses: From `entropy_losses`, one for each denominator.
         settings: How many responses of each prompt to use.
         check: Receives all scores that X is calculated from.
-        receiver_of: Returns what takes the X of a target's index and these folds, the mean over a fold's responses.
+        receiver_of: Returns what takes the X of a denominator's index and these folds, the mean over a fold's
+            responses.
     """
     num_chosen = min(settings.responses_per_prompt, batch.responses_per_prompt)
     is_chosen = response_index(batch.rollout.prompt_index) < num_chosen

@@ -70,7 +70,7 @@ import torch
 
 from rl_training.entropy.attribution import Attribution
 from rl_training.entropy.data import EntropyPrediction, EntropySettings
-from rl_training.entropy.fold_gradients import ratios_to_sampler, send_fold_gradients, target_losses, totals_of_folds
+from rl_training.entropy.fold_gradients import entropy_losses, ratios_to_sampler, send_fold_gradients, totals_of_folds
 from rl_training.entropy.fold_sums import with_quantities
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
@@ -136,16 +136,16 @@ class EntropyPredictor:
         _, entropy, length = totals.sum(dim=0).tolist()
         if not length:
             return self._without_entropy_gradient(NO_TOKENS, test), None
-        update, leave_one_out = _whole_and_without_folds(step, ranks)
+        update, leave_one_out = _updates_of(step, ranks)
         products = None
         if Need.ENTROPY_CHANGE in needs:
             sizes = batch.fold_sizes
             update_before = previous.update_before(step.number)
             products = FoldProducts(layout, sizes, self.attribution, update, leave_one_out, update_before, settings)
         score_check = ScoreCheck(batch, self.passes.policy, test)
-        losses = target_losses(batch, ratios, entropy / length, settings)
-        held = self._calculate_entropy_gradient(step, needs, losses, products, score_check)
-        peak_bytes = previous.num_bytes + _num_bytes(update, products, held)
+        losses = entropy_losses(batch, ratios, entropy / length, settings)
+        gradients = self._entropy_gradients(step, needs, losses, products, score_check)
+        peak_bytes = previous.num_bytes + _num_bytes(update, products, gradients)
         seen = score_check.check(ranks, step.reasons)
         if seen:
             return EntropyPrediction(settings, labels, seen, is_seen_in_scores=True, peak_bytes=peak_bytes), update
@@ -155,7 +155,7 @@ class EntropyPredictor:
             forward_reason=_forward_reason(step),
             backward_reason=previous.reason(step.number) or step.reasons.reused,
             totals=totals,
-            entropy_gradients=held[0] if Need.FOLD_ENTROPY_GRADIENTS in needs else None,
+            entropy_gradients=gradients[0] if Need.FOLD_ENTROPY_GRADIENTS in needs else None,
             leave_one_out=leave_one_out,
             peak_bytes=peak_bytes,
         )
@@ -169,7 +169,7 @@ class EntropyPredictor:
             test.leave_untested(reason)
         return EntropyPrediction(self.settings, self.attribution.all_labels, reason)
 
-    def _calculate_entropy_gradient(
+    def _entropy_gradients(
         self,
         step: StepData,
         needs: Need,
@@ -177,7 +177,7 @@ class EntropyPredictor:
         products: FoldProducts | None,
         score_check: ScoreCheck,
     ) -> list[FoldVectors]:
-        """Calculate X of each fold, multiply it with `products` if given, and return those held. Collective.
+        """Calculate X of each fold, multiply it with `products` if given, and return what is kept of it. Collective.
 
         Args:
             step: The step.
@@ -192,15 +192,15 @@ class EntropyPredictor:
         batch = step.batch
         layout = step.gradients.layout
         # Small models: finish all backwards first; interleaving them with products thrashes the CPU cache.
-        num_held = len(losses) if layout.is_small else int(Need.FOLD_ENTROPY_GRADIENTS in needs)
-        held = [FoldVectors(layout, batch.num_folds, fold_dtype(layout), self.device) for _ in range(num_held)]
-        receiver_of = functools.partial(_receiver_of, held, None if layout.is_small else products)
+        num_kept = len(losses) if layout.is_small else int(Need.FOLD_ENTROPY_GRADIENTS in needs)
+        gradients = [FoldVectors(layout, batch.num_folds, fold_dtype(layout), self.device) for _ in range(num_kept)]
+        receiver_of = functools.partial(_receiver_of, gradients, None if layout.is_small else products)
         send_fold_gradients(batch, self.passes, losses, self.settings, score_check, receiver_of)
-        for x in held:
+        for x in gradients:
             x.complete()
         if products is not None and layout.is_small:
-            _multiply(held, products, range(batch.num_folds))
-        return held
+            _multiply(gradients, products, range(batch.num_folds))
+        return gradients
 
 
 def _entropy_gradient_reason(batch: Batch, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
@@ -226,7 +226,7 @@ def _forward_reason(step: StepData) -> Unavailable | None:
     return step.optimizer.reason or reasons.no_folds or reasons.reused
 
 
-def _whole_and_without_folds(step: StepData, ranks: Ranks) -> tuple[StepUpdate | None, LeaveOneOutUpdates | None]:
+def _updates_of(step: StepData, ranks: Ranks) -> tuple[StepUpdate | None, LeaveOneOutUpdates | None]:
     """Return the update of the step and the updates without each fold, by the optimizer's formula. Collective.
 
     Each is None if it is not available.
@@ -241,33 +241,36 @@ def _whole_and_without_folds(step: StepData, ranks: Ranks) -> tuple[StepUpdate |
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
     for span in pieces.spans:
         square += square_norm(span.of(mean))
-    whole = StepUpdate(pieces, mean, clip=float(clip_factors(ranks.reduce(square), max_grad_norm)))
+    update = StepUpdate(pieces, mean, clip=float(clip_factors(ranks.reduce(square), max_grad_norm)))
     if not layout.is_large and not step.optimizer.rounding_reason:
-        whole = dataclasses.replace(whole, held=compute_update(layout, whole))
+        update = dataclasses.replace(update, vector=compute_update(layout, update))
     if gradients.by_fold is None or _forward_reason(step):
-        return whole, None
+        return update, None
     folds = FoldMeans.of(mean, gradients.by_fold, step.batch.fold_sizes)
-    return whole, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks, whole)
+    return update, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks, update)
 
 
-def _receiver_of(held: Sequence[FoldVectors], products: FoldProducts | None, target: int, folds: range) -> Receiver:
-    """Return what takes the X of these folds: their vectors if they are held, and what multiplies them."""
-    receivers = [held[target].receiver(folds)] if target < len(held) else []
+def _receiver_of(
+    gradients: Sequence[FoldVectors], products: FoldProducts | None, denominator: int, folds: range
+) -> Receiver:
+    """Return what takes the X of these folds: their vectors if they are kept, and what multiplies them."""
+    receivers = [gradients[denominator].receiver(folds)] if denominator < len(gradients) else []
     if products is not None:
-        receivers.append(products.receiver(target, folds))
+        receivers.append(products.receiver(denominator, folds))
     return handing_to(receivers, len(folds))
 
 
-def _multiply(held: Sequence[FoldVectors], products: FoldProducts, folds: range) -> None:
-    """Multiply the X of all folds that are held, for each target."""
-    for target, vectors in enumerate(held):
-        receiver = products.receiver(target, folds)
+def _multiply(gradients: Sequence[FoldVectors], products: FoldProducts, folds: range) -> None:
+    """Multiply the X of all folds, which are kept, for each denominator."""
+    for denominator, vectors in enumerate(gradients):
+        receiver = products.receiver(denominator, folds)
         for bucket, x in enumerate(vectors.of_folds(folds)):
             receiver.take(bucket, 0, x)
 
 
-def _num_bytes(update: StepUpdate | None, products: FoldProducts | None, held: Sequence[FoldVectors]) -> int:
-    """Return the size of the vectors that a prediction holds beside the previous δθ."""
-    sums = [] if products is None else products.sums
-    held_update = None if update is None else update.held
-    return num_bytes(held_update) + sum(map(num_bytes, sums)) + sum(vectors.num_bytes for vectors in held)
+def _num_bytes(update: StepUpdate | None, products: FoldProducts | None, gradients: Sequence[FoldVectors]) -> int:
+    """Return the size of the vectors that a prediction holds beside the previous update."""
+    vectors = [] if products is None else [*products.sums]
+    if update is not None and update.vector is not None:
+        vectors.append(update.vector)
+    return sum(map(num_bytes, vectors)) + sum(by_fold.num_bytes for by_fold in gradients)

@@ -98,8 +98,8 @@ class PreviousUpdate:
     def advance(self, step: StepData, prediction: EntropyPrediction, update: StepUpdate | None) -> EntropyPrediction:
         """Put a predicted step's δθ in the place of the last one, and return the prediction with it.
 
-        Unless `update` holds it, it is written over the last one. So call this only once everything has been multiplied
-        with that.
+        Unless `update` has it as a vector, it is written over the last one. So call this only once everything has been
+        multiplied with that.
 
         Args:
             step: The step, before it is taken.
@@ -123,13 +123,13 @@ class PreviousUpdate:
         return dataclasses.replace(prediction, unrounded_update=unrounded, update=rounded, peak_bytes=peak_bytes)
 
     def _write_over(self, update: StepUpdate | None) -> Vector | None:
-        """Return δθ before rounding, written over that of the last step unless `update` holds it."""
+        """Return δθ before rounding, written over that of the last step unless `update` has it as a vector."""
         last = self.update
         self.update = None
         self._reason = FAILED.prefixed(f"step {self.step}")  # stays if what follows fails
         if update is None:
             return None
-        return update.held or compute_update(self._layout, update, last)
+        return update.vector or compute_update(self._layout, update, last)
 
     def keep_nothing(self, step: int, reason: Unavailable) -> None:
         """Record a step without keeping its δθ, for this reason."""

@@ -141,8 +141,8 @@ def _products(
     by_both = directions[0][0].new_zeros(shape, dtype=torch.float64)
     for piece in update.whole.pieces:
         gradient = gradient_of(piece)
-        for target, x in enumerate(directions):
-            by_both[..., piece.parameter_indices, target] += piece.effects(gradient, piece.of(x))
+        for index, x in enumerate(directions):
+            by_both[..., piece.parameter_indices, index] += piece.effects(gradient, piece.of(x))
     by_cause = by_both.sum(dim=-2)
     by_label = splits.sum(torch.cat([by_cause, by_both.sum(dim=-3)], dim=-2))
     return torch.cat([by_cause.sum(dim=-2, keepdim=True), by_label], dim=-2)

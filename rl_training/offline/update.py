@@ -56,7 +56,7 @@ class Update:
     @property
     def whole(self) -> StepUpdate:
         """δθ piece by piece, and the clipping factor."""
-        return self.without.whole
+        return self.without.update
 
 
 def make_update(
@@ -80,7 +80,7 @@ def make_update(
     folds = FoldMeans.of(gradient, by_fold, batch.fold_sizes)
     whole = StepUpdate(pieces, gradient, clip=float(clip_factors(restored.reduce(dot(gradient, gradient)), max_norm)))
     without = LeaveOneOutUpdates(pieces, folds, max_norm, restored.passes.ranks, whole)
-    return Update(batch, gradient, compute_update(layout, without.whole), without)
+    return Update(batch, gradient, compute_update(layout, whole), without)
 
 
 def _batch_of(restored: RestoredTrainer, update: UpdateBuffer, microbatch_size: int) -> Batch:

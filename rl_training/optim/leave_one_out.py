@@ -142,7 +142,7 @@ class LeaveOneOutUpdates:
         gradient: The gradient by fold, before clipping.
         max_grad_norm: The clipping threshold.
         ranks: The ranks over which entries are spread.
-        whole: The update of the step. None: it is not clipped.
+        update: The update of the step, from all folds. None: it is not clipped.
     """
 
     def __init__(
@@ -151,13 +151,13 @@ class LeaveOneOutUpdates:
         gradient: FoldMeans,
         max_grad_norm: float,
         ranks: Ranks,
-        whole: StepUpdate | None = None,
+        update: StepUpdate | None = None,
     ) -> None:
         self.pieces = pieces
         self.gradient = gradient
         self.max_grad_norm = max_grad_norm
         self.ranks = ranks
-        self.whole = whole or StepUpdate(pieces, gradient.mean, clip=1.0)
+        self.update = update or StepUpdate(pieces, gradient.mean, clip=1.0)
         # The clipping factor of the gradient without each fold, (K,) fp64 in host memory.
         self.clips = torch.ones(len(gradient.sizes), dtype=torch.float64)
         if not math.isinf(max_grad_norm):
@@ -170,7 +170,7 @@ class LeaveOneOutUpdates:
     @property
     def is_clipped(self) -> bool:
         """Whether the step's gradient, or that without some fold, is clipped."""
-        return self.whole.clip != 1.0 or bool((self.clips != 1.0).any())
+        return self.update.clip != 1.0 or bool((self.clips != 1.0).any())
 
     def unclipped(self) -> LeaveOneOutUpdates:
         """Return the updates that the optimizer would make if nothing were clipped."""
@@ -190,7 +190,7 @@ class LeaveOneOutUpdates:
         gradient = self.clipped
         sizes = (len(x),)
         mean = piece.of(gradient.mean)
-        factor = self.whole.clip_tensor
+        factor = self.update.clip_tensor
         if piece.is_smooth:
             by_fold = gradient.entries_by_fold(piece)
             sums = fusion.sums(slope_products, sizes, piece, x, mean, factor, by_fold, is_rough=True)
@@ -198,12 +198,12 @@ class LeaveOneOutUpdates:
             with_mean = sums[:, :1].T
             with_folds = sums[:, 1:].T
             without = gradient.mean_coefficient * with_mean + gradient.fold_coefficient * with_folds
-            return without - self.whole.clip * with_mean
-        whole = fusion.sums(update_products, sizes, piece, x, mean, factor)
+            return without - self.update.clip * with_mean
+        with_update = fusion.sums(update_products, sizes, piece, x, mean, factor)
         folds = range(len(self.clips))
         terms = (gradient.terms_without(fold, piece) for fold in folds)
         sums = torch.stack([fusion.sums(products_without, sizes, piece, x, *parts) for parts in terms])
-        return (sums - whole).squeeze(2)
+        return (sums - with_update).squeeze(2)
 
 
 def update_products(piece: OptimizerPiece, x: Tensor, mean: Tensor, factor: Tensor | None) -> Iterable[Product]:

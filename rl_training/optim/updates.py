@@ -51,13 +51,13 @@ class OptimizerPiece(ParameterSpan):
     param: Tensor  # the weights before the step, (n,), in their own dtype
     state: OptimizerState  # with (n,) tensors, in at least fp32
 
-    def intended(self, gradient: Tensor) -> Tensor:
+    def unrounded(self, gradient: Tensor) -> Tensor:
         """Return the update for a clipped gradient, (…, n), before the weights are rounded."""
         return self.state.total(self.param.to(gradient.dtype), gradient)
 
     def total(self, gradient: Tensor) -> Tensor:
         """Return the update for a clipped gradient, (…, n), after the weights are rounded."""
-        return rounded_update(self.param, self.intended(gradient))
+        return rounded_update(self.param, self.unrounded(gradient))
 
     def delta(self, gradient: Tensor) -> UpdateParts:
         """Return the parts of `total`. In each entry, rounding keeps the same share of every part."""
@@ -75,7 +75,7 @@ class OptimizerPiece(ParameterSpan):
             x: (…, n).
         """
         if self.param.dtype != gradient.dtype:  # rounding keeps the same share of every part
-            x = x * kept_share(self.param, self.intended(gradient))
+            x = x * kept_share(self.param, self.unrounded(gradient))
         return self.state.products(self.param.to(gradient.dtype), gradient, x)
 
     def effects(self, gradient: Tensor, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class OptimizerPiece(ParameterSpan):
         factor = self.state.gradient_factor(self.param.to(gradient.dtype), gradient)
         if self.param.dtype == gradient.dtype:
             return factor
-        return factor * kept_share(self.param, self.intended(gradient))
+        return factor * kept_share(self.param, self.unrounded(gradient))
 
 
 class OptimizerPieces:
@@ -219,13 +219,13 @@ def clip_factors(square_norm: Tensor, max_grad_norm: float) -> Tensor:
 class StepUpdate:
     """The update δθ of a step by the optimizer's formula.
 
-    Small models hold it. Otherwise it is calculated piece by piece, wherever it is multiplied.
+    Small models keep it as a vector. Otherwise it is calculated piece by piece, wherever it is multiplied.
     """
 
     pieces: OptimizerPieces
     mean: Entries  # the mean gradient, before clipping
     clip: float  # the clipping factor
-    held: Vector | None = None  # δθ, if the weights are not rounded
+    vector: Vector | None = None  # δθ, if it is kept, which takes weights that are not rounded
 
     @functools.cached_property
     def clip_tensor(self) -> Tensor | None:
@@ -250,13 +250,13 @@ def compute_update(layout: Layout, update: StepUpdate, out: Vector | None = None
     out = out or layout.zeros()
     for piece in update.pieces:
         arguments = piece, piece.of(update.mean), update.clip_tensor
-        change = layout.fusion.entries(_intended, BLOCK, len(piece.param), *arguments)
-        piece.of(out).copy_((_intended(*arguments) if change is None else change).view(-1))
+        change = layout.fusion.entries(_unrounded, BLOCK, len(piece.param), *arguments)
+        piece.of(out).copy_((_unrounded(*arguments) if change is None else change).view(-1))
     return out
 
 
-def _intended(piece: OptimizerPiece, mean: Tensor, factor: Tensor | None) -> Tensor:
-    return piece.intended(scaled(mean, factor))
+def _unrounded(piece: OptimizerPiece, mean: Tensor, factor: Tensor | None) -> Tensor:
+    return piece.unrounded(scaled(mean, factor))
 
 
 def sqrt_preconditioner(

@@ -27,6 +27,7 @@ import torch
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
 from rl_training.entropy.data import (
+    DENOMINATORS,
     ENTROPY,
     LENGTH,
     LENGTH_AND_REWARD,
@@ -45,7 +46,6 @@ from rl_training.step.needs import Need
 
 REWARD, TRUNCATED = "delta_reward/forward", "delta_length/truncated"
 MEASURED = ("entropy", "backward")  # quantities that hold whatever the optimizer does
-DENOMINATORS = ("token", "sequence")  # of each running sum
 VISITED = ("entropy/visited_prefixes", "entropy/visited_prefixes_sequence")
 
 

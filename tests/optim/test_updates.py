@@ -173,7 +173,7 @@ def advance_by(history: PreviousUpdate, number: int, update: list[Tensor]) -> No
     """Put this δθ in the place of the last one."""
     weights = {"w": torch.zeros(len(update[0]))}
     pieces = OptimizerPieces(Layout.of(weights), weights, None)
-    advance(history, number, StepUpdate(pieces, update, 1.0, held=update), weights)
+    advance(history, number, StepUpdate(pieces, update, 1.0, vector=update), weights)
 
 
 def test_an_update_is_kept_for_one_step_and_survives_a_restart() -> None:
@@ -190,7 +190,7 @@ def test_an_update_is_kept_for_one_step_and_survives_a_restart() -> None:
         history_of(2, state)
 
 
-def test_an_update_that_is_not_held_is_written_over_the_previous_one() -> None:
+def test_an_update_that_is_no_vector_is_written_over_the_previous_one() -> None:
     history, weights = history_of(3), {"w": torch.zeros(3)}
     advance_by(history, 1, [torch.ones(3)])
     previous = history.update_before(2)
