@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from rl_training.engine.copied_groups import find_copies
@@ -14,7 +15,7 @@ from rl_training.engine.fold_placement import (
     num_folds_in,
 )
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.engine.gradient_check import gradient_mismatch
+from rl_training.engine.gradient_check import CaughtSums, gradient_mismatch
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.requirements import Requirements
@@ -121,7 +122,8 @@ class StepBuilder:
         terms.begin_step()
         if terms.is_known(self.passes.policy):
             return gradients
-        gradients, sums = self.fold_recorder.complete(batch, gradients, optimizer, self.passes)
+        self.fold_recorder.recompute(batch, self.passes)
+        gradients, sums = self._with_recorded_folds(batch, gradients, optimizer)
         terms.check(batch, gradients, sums, self.passes)
         return gradients
 
@@ -142,7 +144,7 @@ class StepBuilder:
         """
         if not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS):
             return gradients, None
-        gradients, sums = self.fold_recorder.complete(batch, gradients, optimizer, self.passes)
+        gradients, sums = self._with_recorded_folds(batch, gradients, optimizer)
         is_rounded = any(tensor.dtype.itemsize < 4 for tensor in self.loop.shard.leaves.values())
         mismatch = gradient_mismatch(sums, is_rounded)
         is_comparable = not (mismatch or reasons.other_terms)
@@ -150,3 +152,24 @@ class StepBuilder:
             self.checks.terms.begin_step()
             self.checks.terms.check(batch, gradients, sums, self.passes)
         return gradients, mismatch
+
+    def _with_recorded_folds(
+        self, batch: Batch, gradients: Gradients, optimizer: OptimizerView
+    ) -> tuple[Gradients, CaughtSums]:
+        """Return a step's gradients with vectors and square norms by fold, as far as these are recorded. Collective.
+
+        Args:
+            batch: The step's sequences and folds.
+            gradients: The step's, without those by fold.
+            optimizer: Says which parameters will not move.
+
+        Returns:
+            The gradients, and what tells whether those by fold are the step's.
+        """
+        recorder = self.fold_recorder
+        sums = recorder.complete(batch.fold_sizes, gradients.mean, self.passes.ranks)
+        sq_norms = recorder.sq_norms
+        # a parameter that will not move counts 0 in any metric, with or without optimizer state
+        if sq_norms is not None and optimizer.states is not None:
+            sq_norms[:, [not state.is_updated for state in optimizer.states.values()], 1] = 0.0
+        return dataclasses.replace(gradients, by_fold=recorder.by_fold, sq_norms=sq_norms), sums

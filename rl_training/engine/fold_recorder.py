@@ -11,7 +11,6 @@ n_k.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,15 +18,12 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.gradient_check import CaughtSums
-from rl_training.optim.state import OptimizerView, view_optimizer
-from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.fold_vectors import FoldVectors, Receiver, fold_dtype
+from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.vectors import Vector, num_bytes, sample_entries, square_norms
 from rl_training.step.batch import Batch
-from rl_training.step.data import Gradients
 from rl_training.step.fold_reduction import FoldReduction
-from rl_training.step.folds import FoldGroup, FoldSource
-from rl_training.step.needs import Need
+from rl_training.step.folds import FoldGroup
 from rl_training.step.passes import Passes, Weightings
 
 
@@ -40,7 +36,8 @@ class _RecordedStep:
     # Stored of each fold. Its samples always are; its vector and its square norms as probes need them.
     samples: list[Tensor]  # (K, samples) per bucket: sampled entries, which tell whether all gradients were caught
     by_fold: FoldVectors | None  # all entries
-    # (K + 1, parameters, 2) fp64, of this rank's entries: |g_k|² and Σ P g_k² of each fold, then of the step's gradient
+    # (K + 1, parameters, 2) fp64, over this rank's entries until complete: |g_k|² and Σ P g_k² of each fold, then of the
+    # step's gradient
     sq_norms: Tensor | None
     sqrt_metric: Vector | None  # √P of Adam's metric; set if square norms are stored
 
@@ -63,7 +60,8 @@ class FoldRecorder:
 
         start_step   its folds are planned: allocate what it stores
         arm          before each backward of the loop, whose hooks `reduction` removes
-        complete     all gradients are there: recompute them if folds are not of microbatches, and add them to the step
+        recompute    all backwards are done: if folds are not of these, replace what hooks have caught
+        complete     finish vectors and square norms, for `by_fold` and `sq_norms`
         release      the step has ended, at any of these points
 
     Args:
@@ -87,21 +85,13 @@ class FoldRecorder:
 
     @property
     def sq_norms(self) -> Tensor | None:
-        """This rank's share of the square norms of the step's folds. None if they are not stored."""
+        """The square norms of the step's folds; once complete, over all ranks. None if they are not stored."""
         return None if self._step is None else self._step.sq_norms
 
-    def start_step(self, groups: Sequence[FoldGroup], needs: Need) -> None:
-        """Start a step that stores what probes need of its folds."""
-        shard = self.reduction.shard
-        sqrt_metric = None
-        if Need.SQ_NORMS in needs:
-            sqrt_metric = sqrt_preconditioner(self.layout, shard.weights(), view_optimizer(shard).states)
-        self.allocate(groups, stores_vectors=Need.FOLD_GRADIENTS in needs, sqrt_metric=sqrt_metric)
-
-    def allocate(
+    def start_step(
         self, groups: Sequence[FoldGroup], *, stores_vectors: bool = True, sqrt_metric: Vector | None = None
     ) -> None:
-        """Free what is stored, and allocate what these folds need.
+        """Free what is stored, and allocate what a step with these folds stores.
 
         Args:
             groups: The folds of the step.
@@ -155,33 +145,7 @@ class FoldRecorder:
 
         return Receiver(len(folds), take)
 
-    def complete(
-        self, batch: Batch, gradients: Gradients, optimizer: OptimizerView, passes: Passes
-    ) -> tuple[Gradients, CaughtSums]:
-        """Add what is stored to the gradients of a step whose gradients are complete. Collective.
-
-        Args:
-            batch: The step's sequences and folds.
-            gradients: The step's, without those by fold.
-            optimizer: Says which parameters will not move.
-            passes: Computes the fold gradients that hooks could not catch.
-
-        Returns:
-            The step's gradients with vectors and square norms by fold, as far as they are stored, and what tells
-            whether they are the step's.
-        """
-        if batch.fold_source is FoldSource.RECOMPUTED:
-            self._recompute(batch, passes)
-        sums = self.finish(batch.fold_sizes, passes.ranks.count, gradients.mean)
-        sq_norms = None if self.sq_norms is None else passes.ranks.reduce(self.sq_norms)
-        # a parameter that will not move counts 0 in any metric, with or without optimizer state
-        if sq_norms is not None and optimizer.states is not None:
-            sq_norms[:, [not state.is_updated for state in optimizer.states.values()], 1] = 0.0
-        gradients = dataclasses.replace(gradients, by_fold=self.by_fold, sq_norms=sq_norms)
-        num_late, sq_distance, sq_norm, *fold_sq_norms = passes.ranks.reduce(sums).tolist()
-        return gradients, CaughtSums(num_late, sq_distance, sq_norm, fold_sq_norms)
-
-    def _recompute(self, batch: Batch, passes: Passes) -> None:
+    def recompute(self, batch: Batch, passes: Passes) -> None:
         """Replace the microbatch gradients caught by hooks with recomputed gradients of whole-prompt folds. Collective.
 
         The loss's weights on log-probabilities and entropies determine what each response adds to its fold's gradient:
@@ -191,28 +155,28 @@ class FoldRecorder:
         This costs as much as training's own passes over the responses that have a weight. Responses with advantage 0
         have none.
         """
-        self.allocate(batch.folds, sqrt_metric=None if self._step is None else self._step.sqrt_metric)
+        self.start_step(batch.folds, sqrt_metric=None if self._step is None else self._step.sqrt_metric)
         step = self._step
         assert step is not None
         ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
         weightings = Weightings([batch.loss_weights], shares=ones)
         passes.send_gradients(batch, weightings, lambda _, folds: self._receiver(step, folds))
 
-    def finish(self, sizes: Tensor, num_ranks: int, mean: Mapping[str, Tensor]) -> Tensor:
-        """Complete vectors and square norms, once all gradients have arrived.
+    def complete(self, sizes: Tensor, mean: Mapping[str, Tensor], ranks: Ranks) -> CaughtSums:
+        """Complete vectors and square norms, once all gradients have arrived. Collective.
 
         Args:
             sizes: (K,), n_k over all ranks.
-            num_ranks: N.
             mean: The step's gradient by parameter, whose square norms come last.
+            ranks: The ranks that train together.
 
         Returns:
-            (3 + K,) fp64: this rank's share of `CaughtSums`.
+            What tells whether the gradients by fold are the step's.
         """
         step = self._step
         assert step is not None
         layout = self.layout
-        factors = float(sizes.sum()) / (num_ranks * sizes)
+        factors = float(sizes.sum()) / (ranks.count * sizes)
         self._finish_group(step)
         if step.by_fold is not None:
             step.by_fold.complete()
@@ -223,12 +187,16 @@ class FoldRecorder:
             step.sq_norms[:-1] *= factors.to(step.sq_norms.device).square().view(-1, 1, 1)
             whole = [part.unsqueeze(0) for part in layout.vector(mean.values())]
             step.sq_norms[-1:] = square_norms(layout, whole, step.sqrt_metric)
+            step.sq_norms = ranks.reduce(step.sq_norms)
         caught = torch.cat(step.samples, dim=1).double()
         sampled_mean = sample_entries(layout, mean.values())
-        samples = [sampled_mean - caught.sum(dim=0) / num_ranks, sampled_mean, *(factors.to(caught)[:, None] * caught)]
+        difference = sampled_mean - caught.sum(dim=0) / ranks.count
+        samples = [difference, sampled_mean, *(factors.to(caught)[:, None] * caught)]
         squares = torch.stack([part.square().sum() for part in samples])
         num_late = squares.new_full((1,), float(self.reduction.num_late_gradients))
-        return torch.cat([num_late, squares * (layout.num_entries / max(1, len(sampled_mean)))])
+        sums = torch.cat([num_late, squares * (layout.num_entries / max(1, len(sampled_mean)))])
+        late, sq_distance, sq_norm, *fold_sq_norms = ranks.reduce(sums).tolist()
+        return CaughtSums(late, sq_distance, sq_norm, fold_sq_norms)
 
     def release(self) -> None:
         """Free what is stored."""

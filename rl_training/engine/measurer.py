@@ -22,6 +22,8 @@ from rl_training.engine.step_checks import StepChecks
 from rl_training.engine.step_reasons import with_seen_in_scores
 from rl_training.entropy.previous_update import UpdateState
 from rl_training.errors import UserError
+from rl_training.optim.state import view_optimizer
+from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.fsdp import reshard
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.scores import Scores
@@ -89,7 +91,12 @@ class Measurer:
             step.sizes = sizes or self._loop.sizes
             step.responses_per_prompt = responses_per_prompt or self._loop.responses_per_prompt
             step.folds = self._requirements.plan(self._loop, sizes, step.responses_per_prompt)
-            self._fold_recorder.start_step(step.folds, step.needs)
+            sqrt_metric = None
+            if Need.SQ_NORMS in step.needs:
+                shard = self._loop.shard
+                sqrt_metric = sqrt_preconditioner(shard.layout, shard.weights(), view_optimizer(shard).states)
+            stores_vectors = Need.FOLD_GRADIENTS in step.needs
+            self._fold_recorder.start_step(step.folds, stores_vectors=stores_vectors, sqrt_metric=sqrt_metric)
 
     def watch_backward(self, step: OpenStep, scores: Scores, loss: LossInfo) -> None:
         """Set the hooks for the backward of the step's latest microbatch, and watch its loss.

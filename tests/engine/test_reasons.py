@@ -125,8 +125,8 @@ def test_prompts_with_one_response_have_no_entropy_gradient_and_training_goes_on
 
 
 def test_the_noise_scale_alone_has_the_folds_of_microbatches_and_no_further_pass(monkeypatch) -> None:
-    recomputed, recompute = [], FoldRecorder._recompute
-    monkeypatch.setattr(FoldRecorder, "_recompute", lambda self, *args: recomputed.append(recompute(self, *args)))
+    recomputed, recompute = [], FoldRecorder.recompute
+    monkeypatch.setattr(FoldRecorder, "recompute", lambda self, *args: recomputed.append(recompute(self, *args)))
     answers = measured([SimpleEntropyProbe(num_folds=PROMPTS, every=2), GradientNoiseScaleProbe()])
     assert all(math.isfinite(answer["gns/trace_step"].value) for answer in answers)
     assert len(recomputed) == 1  # at the first step, which the other probe measures too

@@ -92,8 +92,8 @@ def test_folds_are_not_recomputed_from_loss_weights_that_are_not_the_whole_loss(
 def test_folds_are_not_recomputed_again_while_an_undeclared_term_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The term is looked for again at measured steps 2, 4, 8, …; under dropout it may be hidden then, so it is not."""
     passes = []
-    recompute = FoldRecorder._recompute
-    monkeypatch.setattr(FoldRecorder, "_recompute", lambda self, *args: [passes.append(1), recompute(self, *args)])
+    recompute = FoldRecorder.recompute
+    monkeypatch.setattr(FoldRecorder, "recompute", lambda self, *args: [passes.append(1), recompute(self, *args)])
     for steps_with_passes, strength, forward in (([1, 2, 4], 1, plain_loop.scores_of), ([1], 100, with_dropout)):
         passes.clear()
         answers = loop_with(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 import reference
 import torch
-from example_steps import step_of
+from example_steps import ALONE, step_of
 from torch import Tensor, nn
 
 from rl_training import Estimate
@@ -116,7 +116,7 @@ class Loop:
         rows = ranges_of([number * G for number in sizes])
         folds = [FoldGroup(range(k, k + 1), (0,), (part,)) for k, part in enumerate(rows)]
         sqrt_metric = sqrt_preconditioner(self.layout, self.shard.weights(), self.states)
-        self.recorder.allocate(folds, stores_vectors=False, sqrt_metric=sqrt_metric)
+        self.recorder.start_step(folds, stores_vectors=False, sqrt_metric=sqrt_metric)
         for k, block in enumerate(vectors):
             loss = self.model(block) * len(block) / sum(sizes)
             self.recorder.arm(rows[k].start)
@@ -142,7 +142,7 @@ class Loop:
             states=self.states,
         )
         fold_sizes = torch.tensor([len(part) for part in rows], dtype=torch.float64)
-        self.recorder.finish(fold_sizes, 1, self.shard.gradients())
+        self.recorder.complete(fold_sizes, self.shard.gradients(), ALONE)
         gradients = Gradients(
             self.shard.weights(),
             self.shard.gradients(),
@@ -460,12 +460,12 @@ def test_a_parameter_not_reached_by_a_microbatch_has_zero_square_norm_there() ->
     shard = Shard(parameters, torch.optim.SGD(parameters.values()), None)
     recorder = FoldRecorder(FoldReduction(shard))
     folds = [FoldGroup(range(k, k + 1), (0,), (range(k, k + 1),)) for k in range(2)]
-    recorder.allocate(folds, stores_vectors=False, sqrt_metric=shard.layout.zeros())
+    recorder.start_step(folds, stores_vectors=False, sqrt_metric=shard.layout.zeros())
     for k, p in enumerate(parameters.values()):
         recorder.arm(k)
         (3.0 * p.sum() / 2).backward()
         recorder.reduction.finish()
-    recorder.finish(torch.ones(2, dtype=torch.float64), 1, shard.gradients())
+    recorder.complete(torch.ones(2, dtype=torch.float64), shard.gradients(), ALONE)
     assert recorder.sq_norms[..., 0].flatten().tolist() == pytest.approx([18.0, 0.0, 0.0, 18.0, 4.5, 4.5], rel=1e-6)
 
 

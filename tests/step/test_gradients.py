@@ -8,12 +8,13 @@ import forks
 import pytest
 import torch
 import torch.distributed as dist
+from example_steps import ALONE
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from rl_training.engine.fold_recorder import FoldRecorder
-from rl_training.engine.gradient_check import CaughtSums, gradient_mismatch
+from rl_training.engine.gradient_check import gradient_mismatch
 from rl_training.parallel import vectors
 from rl_training.parallel.fold_vectors import FoldVectors, adding_to
 from rl_training.parallel.sharding import Shard
@@ -101,10 +102,10 @@ def catch(recorder: FoldRecorder, first_row: int, loss: Tensor) -> None:
 def train_step(model: nn.Module, recorder: FoldRecorder, batches: list[Tensor]) -> None:
     """Run backward as a trainer does: each microbatch's loss divided by their number. Each microbatch is a fold."""
     count = len(batches)
-    recorder.allocate(folds_of(*[[3]] * count))
+    recorder.start_step(folds_of(*[[3]] * count))
     for k, tokens in enumerate(batches):
         catch(recorder, 3 * k, model(tokens) / count)
-    recorder.finish(torch.full((count,), 3.0, dtype=torch.float64), 1, mean_of(model))
+    recorder.complete(torch.full((count,), 3.0, dtype=torch.float64), mean_of(model), ALONE)
 
 
 @pytest.fixture
@@ -253,10 +254,10 @@ def test_vectors_in_few_bits_are_rounded_once_when_a_fold_is_complete(dtype: tor
         recorder_of(model, dtype=dtype),
         FoldVectors(Layout.of(dict(model.named_parameters())), 2, dtype),
     )
-    recorder.allocate(folds_of([3, 3], [3]))
+    recorder.start_step(folds_of([3, 3], [3]))
     for k, tokens in enumerate(batches):
         catch(recorder, 3 * k, model(tokens))
-    recorder.finish(torch.tensor([6.0, 3.0], dtype=torch.float64), 1, mean_of(model))
+    recorder.complete(torch.tensor([6.0, 3.0], dtype=torch.float64), mean_of(model), ALONE)
     gradients = [own_gradient(model, tokens) for tokens in batches]
     for fold, parts in enumerate((gradients[:2], gradients[2:])):
         sums = [sum(entries) for entries in zip(*(part.values() for part in parts), strict=True)]
@@ -287,8 +288,7 @@ def test_a_gradient_delivered_in_several_parts_is_detected() -> None:
     model = TiedModel(reentrant=True)
     recorder = recorder_of(model)
     train_step(model, recorder, microbatches(1))
-    sums = recorder.finish(torch.full((1,), 3.0, dtype=torch.float64), 1, mean_of(model))
-    caught = CaughtSums(*sums[:3].tolist(), sums[3:].tolist())
+    caught = recorder.complete(torch.full((1,), 3.0, dtype=torch.float64), mean_of(model), ALONE)
     assert gradient_mismatch(caught, is_rounded=False).code == "gradient_in_parts"
 
 
@@ -304,7 +304,7 @@ def test_each_step_starts_with_as_many_empty_vectors_as_it_has_folds(model: Tied
 
 def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, recorder: FoldRecorder) -> None:
     batches, parameters = microbatches(2), list(model.parameters())
-    recorder.allocate(folds_of([3], [3]))
+    recorder.start_step(folds_of([3], [3]))
     for k, tokens in enumerate(batches):
         loss = model(tokens)
         torch.autograd.grad(model(microbatches(1, seed=9)[0]), parameters)
@@ -316,13 +316,13 @@ def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel,
 
 
 def test_a_step_that_keeps_no_gradients_sets_no_hook(model: TiedModel, recorder: FoldRecorder) -> None:
-    recorder.allocate(folds_of([3]), stores_vectors=False)
+    recorder.start_step(folds_of([3]), stores_vectors=False)
     recorder.arm(0)
     assert not any(param._backward_hooks for param in model.parameters())
 
 
 def test_a_finished_step_leaves_no_hook(model: TiedModel, recorder: FoldRecorder) -> None:
-    recorder.allocate(folds_of([3], [3]))
+    recorder.start_step(folds_of([3], [3]))
     for first_row in (0, 3):
         recorder.arm(first_row)
         assert all(p._backward_hooks for p in model.parameters())
@@ -330,7 +330,7 @@ def test_a_finished_step_leaves_no_hook(model: TiedModel, recorder: FoldRecorder
         assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
     recorder.reduction.finish()
     model(microbatches(1)[0]).backward()
-    recorder.finish(torch.ones(2), 1, mean_of(model))
+    recorder.complete(torch.ones(2), mean_of(model), ALONE)
     assert not any(part.any() for part in recorder.by_fold.means())
 
 
@@ -341,10 +341,10 @@ def test_folds_of_unequal_sizes_have_the_vectors_and_norms_of_their_mean_gradien
     """Microbatches of 1, 2 and 3 sequences, the first two in one fold. The loss is the mean over all six sequences."""
     recorder, sizes = recorder_of(model, offload=offload), [1, 2, 3]
     batches = torch.cat(microbatches(2)).split(sizes)
-    recorder.allocate(folds_of([1, 2], [3]), stores_vectors=stores_vectors, sqrt_metric=recorder.layout.zeros())
+    recorder.start_step(folds_of([1, 2], [3]), stores_vectors=stores_vectors, sqrt_metric=recorder.layout.zeros())
     for first_row, tokens in zip((0, 1, 3), batches, strict=True):
         catch(recorder, first_row, model(tokens) * len(tokens) / sum(sizes))
-    recorder.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1, mean_of(model))
+    recorder.complete(torch.tensor([3.0, 3.0], dtype=torch.float64), mean_of(model), ALONE)
     expected = own_gradient(TiedModel(), torch.cat(batches[:2])), own_gradient(TiedModel(), batches[2])
     assert recorder.sq_norms is not None
     for number, name in enumerate(expected[0]):
@@ -362,7 +362,7 @@ def test_vectors_by_fold_are_kept_in_host_memory_on_request(offload: bool, lies_
         shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
         shard.layout = Layout.of(shard.trained)
         recorder = FoldRecorder(FoldReduction(shard), offload=offload)
-        recorder.allocate(folds_of([1]), sqrt_metric=shard.layout.zeros())
+        recorder.start_step(folds_of([1]), sqrt_metric=shard.layout.zeros())
         assert recorder.by_fold._parts[0].device.type == lies_on
         assert recorder.sq_norms.device.type == "cuda"
 
