@@ -36,8 +36,8 @@ class _RecordedStep:
     # Stored of each fold. Its samples always are; its vector and its square norms as probes need them.
     samples: list[Tensor]  # (K, samples) per bucket: sampled entries, which tell whether all gradients were caught
     by_fold: FoldVectors | None  # all entries
-    # (K + 1, parameters, 2) fp64, over this rank's entries until complete: |g_k|² and Σ P g_k² of each fold, then of the
-    # step's gradient
+    # (K + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, then of the step's gradient. Over this rank's
+    # entries until `complete`, then over all.
     sq_norms: Tensor | None
     sqrt_metric: Vector | None  # √P of Adam's metric; set if square norms are stored
 
