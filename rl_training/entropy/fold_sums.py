@@ -14,6 +14,7 @@ as a constant, and error bars per token are a few percent too small (docs/explan
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -93,26 +94,17 @@ def with_quantities(
 ) -> EntropyPrediction:
     """Add the quantities by name: entropy, each product and each split of `forward`. Collective.
 
-    An unavailable quantity is nan with a reason. The variances of products are averaged with those of the last steps,
-    `errors`, because one batch can miss rare responses and look too certain.
+    The variances of all but entropy are averaged with those of the last steps, `errors`, because one batch can miss
+    rare responses and look too certain.
     """
-    per_sequence = prediction.settings.per_sequence
     terms, corrections, reward_reason = terms_of_folds(step, ranks, prediction, products)
-    numbers = replicates_of(terms, corrections, level_varies=per_sequence)
+    numbers = replicates_of(terms, corrections, level_varies=prediction.settings.per_sequence)
     names = (*quantity_names(prediction.labels), HALF_STEP)
     by_name = dict(zip(names, zip(numbers.value, numbers.stderr, strict=True), strict=True))
-    _, half_step = by_name.pop(HALF_STEP)
-    if not per_sequence:
-        del by_name[LENGTH_AND_REWARD]
+    _, half_step_stderr = by_name.pop(HALF_STEP)
     if step.batch.num_folds < 2:
-        half_step = torch.full_like(half_step, torch.nan)
-    if step.batch.num_folds < MIN_FOLDS_STEP:
-        by_name = {name: (value, torch.full_like(value, torch.nan)) for name, (value, _) in by_name.items()}
-    reasons = {"entropy": None, "backward": prediction.backward_reason, "reuse": step.optimizer.reason}
-    entropy, *changes = (
-        Quantity(name, value, stderr, step.number).masked_if(reasons.get(name, prediction.forward_reason))
-        for name, (value, stderr) in by_name.items()
-    )
+        half_step_stderr = torch.full_like(half_step_stderr, torch.nan)
+    entropy, *changes = _quantities_of_batch(by_name, prediction, step)
     variance_of_batch = torch.stack([change.stderr for change in changes]).square()
     decay = prediction.settings.error_decay
     variances, batches = errors.add(variance_of_batch, step.number, decay).average(decay)
@@ -120,15 +112,36 @@ def with_quantities(
         dataclasses.replace(change, stderr=stderr, batches=count, stderr_of_batch=change.stderr)
         for change, stderr, count in zip(changes, variances.sqrt().view(-1, 2), batches.view(-1, 2), strict=True)
     ]
-    quantities = {quantity.name: quantity for quantity in (entropy, *averaged)}
-    quantities["backward"] = dataclasses.replace(quantities["backward"], about_step=step.number - 1)
     return dataclasses.replace(
         prediction,
-        quantities=quantities,
+        quantities={quantity.name: quantity for quantity in (entropy, *averaged)},
         variance_of_batch=variance_of_batch,
-        half_step_stderr=half_step,
+        half_step_stderr=half_step_stderr,
         reward_reason=reward_reason,
     )
+
+
+def _quantities_of_batch(
+    by_name: Mapping[str, tuple[Tensor, Tensor]], prediction: EntropyPrediction, step: StepData
+) -> list[Quantity]:
+    """Return the quantities with the errors of this batch alone. One that is unavailable is nan with a reason.
+
+    Args:
+        by_name: The value and the error of each, by `quantity_names`, (2,) each.
+        prediction: The prediction, of which reasons and settings are used.
+        step: The step.
+    """
+    reasons = {"entropy": None, "backward": prediction.backward_reason, "reuse": step.optimizer.reason}
+    quantities = []
+    for name, (value, stderr) in by_name.items():
+        if name == LENGTH_AND_REWARD and not prediction.settings.per_sequence:
+            continue
+        if step.batch.num_folds < MIN_FOLDS_STEP:
+            stderr = torch.full_like(stderr, torch.nan)
+        about_step = step.number - 1 if name == "backward" else step.number
+        quantity = Quantity(name, value, stderr, about_step)
+        quantities.append(quantity.masked_if(reasons.get(name, prediction.forward_reason)))
+    return quantities
 
 
 def replicates_of(terms: FoldSums, corrections: Tensor, *, level_varies: bool) -> Replicates:

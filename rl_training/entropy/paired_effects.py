@@ -57,7 +57,7 @@ def effect_of(prediction: EntropyPrediction, products: Tensor, corrections: Tens
     by_fold = torch.cat([counts, counts[:, :1] * products], dim=1)
     total = by_fold.sum(dim=0)
     without = total - by_fold
-    without[:, 2:] += corrections
+    without[:, counts.shape[1] :] += corrections
     values = _per_token_and_response(total)
     covariance = jackknife_covariance(_per_token_and_response, total, without)
     return Pair(values, covariance, len(counts) - 1)
@@ -98,12 +98,14 @@ def paired_effects(
     without_basis, by_basis = changes_by_basis(added_weights, of_step, passes.ranks)
     directions = [Direction(x)]
     names = list(by_basis)
-    reward_weights = [reward] if isinstance(reward, LossWeights) else []
+    reward_weights = [reward] if isinstance(reward, LossWeights) else []  # its gradient comes before the bases
     basis_weights = [*reward_weights, *(LossWeights.of_stacked(added_weights[name]) for name in names)]
     bases = iter_basis_gradients(step.batch, passes, basis_weights)
-    if reward is not None:
-        gradient, factor = (updates.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
-        directions.append(Direction(gradient.by_fold, gradient.mean, factor))
+    if reward_weights:
+        _, gradient = next(bases)
+        directions.append(Direction(gradient.by_fold, gradient.mean))
+    elif isinstance(reward, float):
+        directions.append(Direction(updates.gradient.by_fold, updates.gradient.mean, reward))
     pairs: dict[str, Pair] = {}
 
     def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What earlier steps leave to the next prediction: the last update, for `backward`, and variances of the products."""
+"""What earlier steps leave to the next prediction: the last update, for `backward`, and variances of the quantities."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class UpdateState:
 
     update: ShardedVector = field(default_factory=ShardedVector)  # δθ of the last step
     step: int = 0  # the number of that step; 0: there is no δθ
-    errors: RunningVariance = field(default_factory=RunningVariance)  # variances of the products at the last steps
+    errors: RunningVariance = field(default_factory=RunningVariance)  # variances of the quantities at the last steps
 
 
 class PreviousUpdate:
-    """Holds δθ of the previous step, and the variances of the last steps' products.
+    """Holds δθ of the previous step, and the variances of the last steps' quantities.
 
     A step's δθ takes the place of the previous one in a single call: `advance`, or `keep_nothing` if it stays unknown.
     If it cannot come from the formula, because there is none or weights are rounded, the weights before the step are
@@ -64,7 +64,7 @@ class PreviousUpdate:
         if state.step:  # not state.update, which may be empty on some ranks
             self.update = self._layout.vector(part.clone() for part in state.update.local(shard).values())
         self.step: int | None = state.step or None  # the last step; None before the first
-        self.errors = state.errors  # variances of the products at the last steps
+        self.errors = state.errors  # variances of the quantities at the last steps
         self._old_weights: Mapping[str, Tensor] = {}  # the weights before `step` if they are kept, (n,) each
         self._reason: Unavailable | None = None  # why δθ of `step` is unknown
 
@@ -151,12 +151,12 @@ class PreviousUpdate:
         self._reason = reason.prefixed(f"step {self.step}")
 
     def add_errors(self, variance: Tensor, step: int, decay: float, *, is_formula: bool) -> None:
-        """Add a verified step's variances of the products, (products, …), to those that later averages are made of.
+        """Add a verified step's `EntropyPrediction.variance_of_batch` to those that later averages are made of.
 
         If the step did not follow the formula, add only that of `backward`, which does not use the step's own δθ.
         """
         if not is_formula:
-            of_all = variance
+            of_backward = variance[BACKWARD]
             variance = torch.full_like(variance, torch.nan)
-            variance[BACKWARD] = of_all[BACKWARD]
+            variance[BACKWARD] = of_backward
         self.errors = self.errors.add(variance, step, decay)

@@ -127,9 +127,11 @@ def surrogate_weights(
     through = ratios[:, 1:]
     costs, entropy_weights = _costs(target, entropies, before * mask, reduce)
     to_go = sums_after(costs) * mask
-    weights = (to_go - through * _leave_one_out_mean(to_go, mask, through, group, over_group)) * mask
-    weights, entropy_weights = (torch.zeros_like(w).scatter(1, order, w).to(dtype) for w in (weights, entropy_weights))
-    return weights, entropy_weights
+    logp_weights = (to_go - through * _leave_one_out_mean(to_go, mask, through, group, over_group)) * mask
+    logp_weights, entropy_weights = (
+        torch.zeros_like(table).scatter(1, order, table).to(dtype) for table in (logp_weights, entropy_weights)
+    )
+    return logp_weights, entropy_weights
 
 
 def running_sum(values: Tensor) -> Tensor:
@@ -152,28 +154,28 @@ def sums_after(values: Tensor) -> Tensor:
 
 
 def _costs(
-    target: Target, entropies: Tensor, weights: Tensor, reduce: Callable[[Tensor], Tensor]
+    target: Target, entropies: Tensor, ratios: Tensor, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return each token's cost, its expected contribution to the target before it is sampled, and its weight u_k.
 
     Args:
         target: The quantity whose gradient is wanted.
         entropies: (B, T).
-        weights: ρ_<k, 0 where there is no token, (B, T).
+        ratios: ρ_<k, 0 where there is no token, (B, T).
         reduce: Sums a tensor over ranks.
     """
     if target == "sequence":
-        return entropies * weights, weights
+        return entropies * ratios, ratios
     if target == "length":
-        return weights, torch.zeros_like(weights)
+        return ratios, torch.zeros_like(ratios)
     if target != "token":
         raise ValueError(f"unknown target {target!r}: choose 'sequence', 'token' or 'length'")
     # ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]: a token costs its entropy minus the mean.
-    count = weights.new_tensor(float(len(weights)))
-    length, entropy, count = reduce(torch.stack([weights.sum(), (entropies * weights).sum(), count])).unbind()
+    count = ratios.new_tensor(float(len(ratios)))
+    length, entropy, count = reduce(torch.stack([ratios.sum(), (entropies * ratios).sum(), count])).unbind()
     mean_length = length / count
     level = entropy / length
-    return (entropies - level) / mean_length * weights, weights / mean_length
+    return (entropies - level) / mean_length * ratios, ratios / mean_length
 
 
 def _group_ids(prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -194,5 +196,5 @@ def _leave_one_out_mean(
     """Return Σ values / Σ ratios over the other live members of each sequence's group, (B, T); 0 without any."""
     terms = torch.stack([(values * alive).to(ratios.dtype), ratios * alive, alive.to(ratios.dtype)], dim=1)
     table = terms.new_zeros(int(group.max()) + 1, *terms.shape[1:]).index_add_(0, group, terms)
-    sums, weights, count_others = (reduce(table)[group] - terms).unbind(dim=1)
-    return torch.where(count_others > 0, sums / weights, 0.0)
+    sum_others, ratios_others, count_others = (reduce(table)[group] - terms).unbind(dim=1)
+    return torch.where(count_others > 0, sum_others / ratios_others, 0.0)
