@@ -23,7 +23,7 @@ MAX_LEVELS = 50  # of nesting: no run writes as many
 def parse_json(text: str) -> Any:
     """Parse JSON, and write out lone surrogates. Raises ValueError if the text is malformed or nested too deeply."""
     try:
-        value = json.loads(text, parse_int=_whole_number)
+        value = DECODER.decode(text)
     except RecursionError:
         raise UserError("nested too deeply") from None
     return escape_surrogates(value) if ESCAPED_SURROGATE.search(text) else value
@@ -31,6 +31,9 @@ def parse_json(text: str) -> Any:
 
 def _whole_number(digits: str) -> int | float:
     return int(digits) if len(digits) < MAX_DIGITS else float(digits)
+
+
+DECODER = json.JSONDecoder(parse_int=_whole_number)  # json.loads would make one for each line
 
 
 def checked_count(value: Any) -> int:

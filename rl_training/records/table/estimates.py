@@ -48,8 +48,12 @@ def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
 
 
 def by_about_step(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return these rows by the step that they are about, where that is recorded; backward is about the step before."""
-    return rows.set_index(rows["about_step"].fillna(rows.index.to_series()).astype(int))
+    """Return these rows by the step that they are about, where that is recorded; backward is about the step before.
+
+    Of several rows about one step, the last counts.
+    """
+    rows = rows.set_index(rows["about_step"].fillna(rows.index.to_series()).astype(int))
+    return rows[~rows.index.duplicated(keep="last")]
 
 
 def last_of(rows: pd.DataFrame) -> Estimate | None:

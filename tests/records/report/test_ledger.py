@@ -84,6 +84,15 @@ def test_the_rows_add_up_to_the_measured_change_with_or_without_missing_steps(tm
         assert {len(row) for row in rows} == {len(headings)}
 
 
+def test_of_several_predictions_about_one_step_the_last_recorded_counts(tmp_path: Path) -> None:
+    account = log_ledger(tmp_path, 0)
+    file = tmp_path / "logs" / "probes.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    earlier = next(line for line in lines if '"delta_h/backward"' in line and '"about_step": 7' in line)
+    file.write_text("".join([earlier.replace('"step": 8', '"step": 0'), *lines]))
+    assert ledger_of(read_run(tmp_path)) == account
+
+
 def test_one_quantity_has_one_error_on_a_page(tmp_path: Path) -> None:
     """The measured change is the summary's, and the sum of all causes has the error of forward, not those of its parts.
 
