@@ -1,7 +1,7 @@
 """Choose the learning rate of each optimizer step so that its measured KL is a set share of the policy's entropy.
 
-Before each step, the optimizer's formula gives the change of the weights, δθ. The policies at θ and at θ + f δθ are
-compared on a few responses of the step's own batch: KL(policy before ‖ after) is summed over the vocabulary at each
+Before each step, the optimizer's formula gives its update δθ at the scheduled rate. The policies at θ and at θ + f δθ
+are compared on a few responses of the step's own batch: KL(policy before ‖ after) is summed over the vocabulary at each
 sampled token, and averaged over tokens (policy/token_distributions.py):
 
     target     c · H · s²                 c the set share, H the batch's entropy per token, s the schedule's factor
@@ -175,8 +175,8 @@ class KLBound:
         before = self._policy_before(rollout)
         if not self._has_formula:
             return _BoundedStep(rates, target, self._state.starting_factor(target, rate), before=before)
-        changes = self._scheduled_step()
-        info = self._search(target, rate, lambda factor: self._kl_at(before, changes, factor))
+        update = self._scheduled_update()
+        info = self._search(target, rate, lambda factor: self._kl_at(before, update, factor))
         return _BoundedStep(rates, target, info.factor, info)
 
     def _warn_if_held_low(self, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -208,13 +208,13 @@ class KLBound:
         before = step.before
         assert before is not None
         applied = step.applied_factor
-        changes = {name: weight - before.weights[name] for name, weight in self._shard.copy_local_weights().items()}
-        info = self._search(step.target, step.rate, lambda factor: self._kl_at(before, changes, factor / applied))
-        if info.factor == 0.0:  # the step could not be measured, perhaps because its changes are not finite
+        update = {name: weight - before.weights[name] for name, weight in self._shard.copy_local_weights().items()}
+        info = self._search(step.target, step.rate, lambda factor: self._kl_at(before, update, factor / applied))
+        if info.factor == 0.0:  # the step could not be measured, perhaps because its update is not finite
             self._shard.load_local_weights(before.weights)
         elif info.factor != applied:
             share = info.factor / applied
-            self._shard.load_local_weights({name: w + share * changes[name] for name, w in before.weights.items()})
+            self._shard.load_local_weights({name: w + share * update[name] for name, w in before.weights.items()})
         return info
 
     def drop(self) -> None:
@@ -261,10 +261,10 @@ class KLBound:
             self._is_checked = True
         return dataclasses.replace(info, measured_kl=kls.get(info.factor))
 
-    def _kl_at(self, before: _PolicyBefore, changes: Mapping[str, Tensor], factor: float) -> Estimate:
-        """Return KL(policy before ‖ policy after `factor` times the changes), nats per token, with its error."""
+    def _kl_at(self, before: _PolicyBefore, update: Mapping[str, Tensor], factor: float) -> Estimate:
+        """Return KL(policy before ‖ policy after `factor` times the update), nats per token, with its error."""
         rollout = before.rollout
-        weights = {name: (weight + factor * changes[name]).to(weight.dtype) for name, weight in before.weights.items()}
+        weights = {name: (weight + factor * update[name]).to(weight.dtype) for name, weight in before.weights.items()}
         with self._policy.with_weights(weights):
             after = self._policy.token_distributions(rollout, like=before.distributions)
         prompts, prompt_of_row = rollout.prompt_index.unique(return_inverse=True)
@@ -274,8 +274,8 @@ class KLBound:
         by_prompt = sums.new_zeros(len(prompts), 2).index_add_(0, prompt, sums)
         return estimates_over_units(("kl",), lambda s: s[..., :1] / s[..., 1:], by_prompt, self._ranks.reduce)["kl"]
 
-    def _scheduled_step(self) -> Mapping[str, Tensor]:
-        """Return this rank's entries of the step that the optimizer would take at the scheduled rate, by name."""
+    def _scheduled_update(self) -> Mapping[str, Tensor]:
+        """Return this rank's entries of the update that the optimizer would make at the scheduled rate, by name."""
         shard = self._shard
         gradients, view = gradients_and_view(shard, view_optimizer(shard))
         pieces = OptimizerPieces(shard.layout, shard.weights(), view.states)

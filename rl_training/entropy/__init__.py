@@ -21,6 +21,7 @@ The words, with their symbols:
       without a fold    δθ_(−k): what it would add if the batch lacked fold k, clipped by that gradient's own norm
       unclipped         what it would add without gradient clipping
       unrounded         what the formula adds, before weights in half precision are rounded; δθ itself in fp32
+      scheduled         what it would add at the schedule's learning rate, before `target_kl_share` sets another
       changed           what it would add with another loss, learning rate or clipping; Δ is its difference to δθ
       previous          that of the step before
     product             X · δθ, the change of entropy that an update makes to first order

@@ -270,7 +270,7 @@ def _multiply(gradients: Sequence[FoldVectors], products: FoldProducts, folds: r
 
 def _num_bytes(update: StepUpdate | None, products: FoldProducts | None, gradients: Sequence[FoldVectors]) -> int:
     """Return the size of the vectors that a prediction holds beside the previous update."""
-    vectors = [] if products is None else [*products.sums]
+    vectors = [] if products is None else [*products.gradient_sums]
     if update is not None and update.vector is not None:
         vectors.append(update.vector)
     return sum(map(num_bytes, vectors)) + sum(by_fold.num_bytes for by_fold in gradients)

@@ -65,7 +65,7 @@ class _LeaveOneOutProducts:
         terms = self.updates.clipped.terms_without(folds, piece)
         fusion = self.updates.pieces.layout.fusion
         sums = fusion.sums(_products_of_fold, piece.sizes, piece, x, update.clip_tensor, entries, *terms)
-        with_update = sums[: -len(CAUSES)]
+        with_update = sums[: -len(CAUSES)]  # by cause, or one number if the update is a vector
         without_fold = sums[-len(CAUSES) :]
         self.without_fold[folds, :, piece.parameter_indices, denominator] += without_fold.movedim(0, -2)
         self.with_update[folds, denominator] += with_update.sum(dim=(0, -1))
@@ -74,7 +74,7 @@ class _LeaveOneOutProducts:
         """Return X_k · δθ_(−k), (K, denominators)."""
         return self.without_fold.sum(dim=(1, 2))
 
-    def corrections(self, sizes: Tensor, sums: Sequence[Vector]) -> tuple[Tensor, Tensor]:
+    def corrections(self, sizes: Tensor, gradient_sums: Sequence[Vector]) -> tuple[Tensor, Tensor]:
         """Return the leave-one-out corrections of X · δθ, and of its parts by cause.
 
         A correction is S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ). Momentum and decay depend on a fold's gradient
@@ -83,14 +83,14 @@ class _LeaveOneOutProducts:
 
         Args:
             sizes: n_k, (K,).
-            sums: S for each denominator.
+            gradient_sums: S for each denominator.
 
         Returns:
             (K, denominators) and (K, causes, denominators).
         """
         by_cause = torch.zeros_like(self.without_fold[:, :, 0])
         for piece in self.updates.pieces:
-            for denominator, total in enumerate(sums):
+            for denominator, total in enumerate(gradient_sums):
                 by_cause[..., denominator] += self.updates.changes(piece, piece.of(total))
         own_effect = sizes.view(-1, 1) * (self.forward() - self.with_update)
         corrections = by_cause.sum(dim=1) - own_effect
@@ -130,7 +130,9 @@ class FoldProducts:
         self._update = update
         self._previous = previous
         self._num_denominators = 1 + settings.per_sequence
-        self.sums = [layout.zeros() for _ in range(self._num_denominators)] if leave_one_out is not None else []  # S
+        self.gradient_sums: list[Vector] = []  # S for each denominator
+        if leave_one_out is not None:
+            self.gradient_sums = [layout.zeros() for _ in range(self._num_denominators)]
         self._backward = self._table()
         self._forward = None if leave_one_out is None else self._products(leave_one_out)
         self._reuse = self._table() if self._forward is None else self._forward.with_update
@@ -162,8 +164,8 @@ class FoldProducts:
             x: (folds, n).
         """
         columns = slice(first, first + x.shape[-1])
-        if self.sums:
-            total = self.sums[denominator][bucket][columns]
+        if self.gradient_sums:
+            total = self.gradient_sums[denominator][bucket][columns]
             for part, size in zip(x, self._sizes[folds.start : folds.stop].tolist(), strict=True):
                 total.add_(part, alpha=size)
         pieces = [] if self._update is None else [*self._update.pieces.within(bucket, columns)]
@@ -214,11 +216,11 @@ class FoldProducts:
         if self._forward is not None:
             products[:, FORWARD] = self._forward.forward()
             products[:, SPLITS] = self._attribution.sum_all(self._forward.without_fold)
-            corrections[:, FORWARD], by_cause = self._forward.corrections(sizes, self.sums)
+            corrections[:, FORWARD], by_cause = self._forward.corrections(sizes, self.gradient_sums)
             self._attribution.rows_of_causes(corrections[:, SPLITS]).copy_(by_cause)
         if self._unclipped is not None:
             products[:, UNCLIPPED] = self._unclipped.forward()
-            corrections[:, UNCLIPPED], _ = self._unclipped.corrections(sizes, self.sums)
+            corrections[:, UNCLIPPED], _ = self._unclipped.corrections(sizes, self.gradient_sums)
         parts = _pad_denominators(ranks.reduce(torch.stack([products, corrections])))
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
 
