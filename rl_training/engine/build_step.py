@@ -90,23 +90,23 @@ class StepBuilder:
         """
         ranks = self.passes.ranks
         index = copies.units(rollout)
-        folds, source = choose_folds(
-            open_step.folds,
+        fold_groups, source = choose_folds(
+            open_step.fold_groups,
             lambda: fewest_prompts(index, ranks),
             ranks.count,
             1 if copies.on_several_ranks else self.requirements.num_folds,
             plan_fails=(copies.reason or reasons.no_folds) is not None,
             can_recompute=may_recompute(open_step.needs, reasons),
         )
-        fold = fold_of_rows(folds, source, index, ranks.number)
+        fold = fold_of_rows(fold_groups, source, index, ranks.number)
         return Batch(
             rollout=rollout,
             scores=scores,
             loss_weights=open_step.join_loss_weights(),
             microbatch_rows=open_step.microbatch_rows,
-            folds=folds,
+            fold_groups=fold_groups,
             fold=fold,
-            fold_sizes=fold_sizes(fold, num_folds_in(folds), ranks),
+            fold_sizes=fold_sizes(fold, num_folds_in(fold_groups), ranks),
             responses_per_prompt=open_step.responses_per_prompt,
             fold_source=source,
             loss_settings=open_step.loss_settings,

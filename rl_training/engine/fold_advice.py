@@ -59,10 +59,10 @@ def _larger_request(loop: LoopSpec, probes: Sequence[Probe], sizes: Sequence[int
 
 def _smaller_microbatches(loop: LoopSpec, probes: Sequence[Probe]) -> str:
     """Return the largest microbatches that give the same step enough folds. Empty if none do."""
-    group = loop.responses_per_prompt
+    responses = loop.responses_per_prompt
     local_size = sum(loop.sizes)
     # Sizes of whole prompts, or of equal parts of one.
-    fitting = [n for n in range(1, max(loop.sizes)) if local_size % n == 0 and 0 in (n % group, group % n)]
+    fitting = [n for n in range(1, max(loop.sizes)) if local_size % n == 0 and 0 in (n % responses, responses % n)]
     enough = [size for size in fitting if _enough_folds(loop, [size] * (local_size // size))]
     if not enough:
         return ""
@@ -92,10 +92,10 @@ def _further_passes(loop: LoopSpec, probes: Sequence[Probe]) -> str:
 def _larger_steps(loop: LoopSpec, probes: Sequence[Probe]) -> str:
     """Return the smallest steps that have enough prompts, and what they cost."""
     size = max(loop.sizes)
-    group = loop.responses_per_prompt
+    responses = loop.responses_per_prompt
     num_ranks = loop.ranks.count
-    new_size = math.gcd(size, group)
-    new_count = -(-DEFAULT_NUM_FOLDS // num_ranks) * group // new_size
+    new_size = math.gcd(size, responses)
+    new_count = -(-DEFAULT_NUM_FOLDS // num_ranks) * responses // new_size
     setting = _batch_setting(loop, new_size, new_count)
     if new_size == size:
         setting = loop.fixes.steps_setting.format(**_step_of(loop, new_size, new_count))

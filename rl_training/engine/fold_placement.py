@@ -14,9 +14,9 @@ from rl_training.step.needs import Need
 from rl_training.step.reasons import Reasons
 
 
-def num_folds_in(groups: Sequence[FoldGroup]) -> int:
+def num_folds_in(fold_groups: Sequence[FoldGroup]) -> int:
     """Return the number of folds over all ranks of a plan. 0 without a plan."""
-    return groups[-1].folds.stop if groups else 0
+    return fold_groups[-1].folds.stop if fold_groups else 0
 
 
 def may_recompute(needs: Need, reasons: Reasons) -> bool:
@@ -81,18 +81,18 @@ def fold_sizes(fold: Tensor, num_folds: int, ranks: Ranks) -> Tensor:
     return ranks.reduce(ones.new_zeros(num_folds).index_add_(0, fold, ones)).cpu()
 
 
-def fold_of_rows(groups: Sequence[FoldGroup], source: FoldSource, index: Tensor, rank: int) -> Tensor:
+def fold_of_rows(fold_groups: Sequence[FoldGroup], source: FoldSource, index: Tensor, rank: int) -> Tensor:
     """Return the fold of each of a rank's sequences, (B,).
 
     Args:
-        groups, source: From `choose_folds`.
+        fold_groups, source: From `choose_folds`.
         index: (B,), equal for responses to the same prompt.
         rank: This rank's number.
     """
     if source is not FoldSource.CAUGHT:
-        return folds_of_prompts(index, groups, rank)
+        return folds_of_prompts(index, fold_groups, rank)
     fold = torch.empty_like(index)
-    for group in groups:
-        for rows in group.rows_per_pass:
-            fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[rank]]
+    for fold_group in fold_groups:
+        for rows in fold_group.rows_per_pass:
+            fold[rows.start : rows.stop] = fold_group.folds[fold_group.fold_of_rank[rank]]
     return fold

@@ -31,7 +31,7 @@ from rl_training.step.passes import Passes, Weightings
 class _RecordedStep:
     """The gradients of one step by fold: what is stored of each fold, and what is only passing through."""
 
-    groups: Sequence[FoldGroup]
+    fold_groups: Sequence[FoldGroup]
 
     # Stored of each fold. Its samples always are; its vector and its square norms as probes need them.
     samples: list[Tensor]  # (K, samples) per bucket: sampled entries, which tell whether all gradients were caught
@@ -43,13 +43,13 @@ class _RecordedStep:
 
     # Passing through: the vectors of one group of folds at a time. They are set if vectors are not stored, or are
     # rounded and made of several passes, each of which would be rounded. They end as square norms, or are stored.
-    group: FoldGroup | None = None  # whose gradients arrive; also if they arrive in the stored vectors
-    group_vectors: FoldVectors | None = None
+    fold_group: FoldGroup | None = None  # whose gradients arrive; also if they arrive in the stored vectors
+    passing_vectors: FoldVectors | None = None
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all vectors held now."""
-        held = [vectors for vectors in (self.by_fold, self.group_vectors) if vectors is not None]
+        held = [vectors for vectors in (self.by_fold, self.passing_vectors) if vectors is not None]
         return sum(vectors.num_bytes for vectors in held) + num_bytes(self.sqrt_metric)
 
 
@@ -89,13 +89,13 @@ class FoldRecorder:
         return None if self._step is None else self._step.sq_norms
 
     def start_step(
-        self, groups: Sequence[FoldGroup], *, stores_vectors: bool = True, sqrt_metric: Vector | None = None
+        self, fold_groups: Sequence[FoldGroup], *, stores_vectors: bool = True, sqrt_metric: Vector | None = None
     ) -> None:
         """Free what is stored, and allocate what a step with these folds stores.
 
         Args:
-            groups: The folds of the step.
-            stores_vectors: Store every vector. Otherwise only one group's are in memory at a time.
+            fold_groups: The folds of the step.
+            stores_vectors: Store every vector. Otherwise only one fold group's are in memory at a time.
             sqrt_metric: √P of Adam's metric, nan if the optimizer defines none. Square norms are stored if it is given.
         """
         self.release()
@@ -104,7 +104,7 @@ class FoldRecorder:
         if not stores_vectors and sqrt_metric is None:
             return
         layout = self.layout
-        num_folds = groups[-1].folds.stop
+        num_folds = fold_groups[-1].folds.stop
         samples = [
             torch.zeros(num_folds, len(columns), dtype=layout.dtype, device=layout.device)
             for columns in layout.sampled_columns
@@ -113,27 +113,27 @@ class FoldRecorder:
         sq_norms = None
         if sqrt_metric is not None:
             sq_norms = torch.zeros(num_folds + 1, len(layout.names), 2, dtype=torch.float64, device=layout.device)
-        self._step = _RecordedStep(groups, samples, by_fold, sq_norms, sqrt_metric)
+        self._step = _RecordedStep(fold_groups, samples, by_fold, sq_norms, sqrt_metric)
 
     def arm(self, first_row: int) -> None:
         """Set the hooks for the microbatch that starts at `first_row`, if the step stores anything."""
         step = self._step
         if step is None:
             return
-        group = next(group for group in step.groups if any(first_row in rows for rows in group.rows_per_pass))
-        if group is not step.group:
-            self._finish_group(step)
-        step.group = group
+        fold_group = next(part for part in step.fold_groups if any(first_row in rows for rows in part.rows_per_pass))
+        if fold_group is not step.fold_group:
+            self._finish_fold_group(step)
+        step.fold_group = fold_group
         is_rounded = self._dtype.itemsize < self.layout.dtype.itemsize
-        sums_passes = is_rounded and len(group.rows_per_pass) > 1  # rounding each pass's sum would add up
-        if step.group_vectors is None and (step.by_fold is None or sums_passes):
-            step.group_vectors = FoldVectors(self.layout, len(group.folds))
-        self.reduction.arm(self._receiver(step, group.folds))
+        sums_passes = is_rounded and len(fold_group.rows_per_pass) > 1  # rounding each pass's sum would add up
+        if step.passing_vectors is None and (step.by_fold is None or sums_passes):
+            step.passing_vectors = FoldVectors(self.layout, len(fold_group.folds))
+        self.reduction.arm(self._receiver(step, fold_group.folds))
 
     def _receiver(self, step: _RecordedStep, folds: range) -> Receiver:
         """Return what takes the gradients of these folds: the vectors that they go to, and the samples."""
-        if step.group_vectors is not None:
-            receiver = step.group_vectors.receiver(range(len(folds)))
+        if step.passing_vectors is not None:
+            receiver = step.passing_vectors.receiver(range(len(folds)))
         else:
             assert step.by_fold is not None
             receiver = step.by_fold.receiver(folds)
@@ -155,7 +155,7 @@ class FoldRecorder:
         This costs as much as training's own passes over the responses that have a weight. Responses with advantage 0
         have none.
         """
-        self.start_step(batch.folds, sqrt_metric=None if self._step is None else self._step.sqrt_metric)
+        self.start_step(batch.fold_groups, sqrt_metric=None if self._step is None else self._step.sqrt_metric)
         step = self._step
         assert step is not None
         ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
@@ -177,7 +177,7 @@ class FoldRecorder:
         assert step is not None
         layout = self.layout
         factors = float(sizes.sum()) / (ranks.count * sizes)
-        self._finish_group(step)
+        self._finish_fold_group(step)
         if step.by_fold is not None:
             step.by_fold.complete()
             step.by_fold.factors = factors
@@ -203,20 +203,20 @@ class FoldRecorder:
         self.reduction.drop()
         self._step = None
 
-    def _finish_group(self, step: _RecordedStep) -> None:
+    def _finish_fold_group(self, step: _RecordedStep) -> None:
         """Store the vectors that are passing through, or measure their square norms."""
-        vectors = step.group_vectors
+        vectors = step.passing_vectors
         if vectors is None:
             return
-        assert step.group is not None
-        folds = step.group.folds
+        assert step.fold_group is not None
+        folds = step.fold_group.folds
         vectors.complete()
         self.peak_bytes = max(self.peak_bytes, step.num_bytes)
         if step.by_fold is not None:
             step.by_fold.replace(folds, vectors.of_folds(range(len(folds))))
         else:
             self._measure(step, vectors, folds)
-        step.group_vectors = None
+        step.passing_vectors = None
 
     def _measure(self, step: _RecordedStep, vectors: FoldVectors, folds: range) -> None:
         """Measure the square norms of the vectors of these folds, if they are stored."""

@@ -90,13 +90,13 @@ class Measurer:
         with self._costs.timed():
             step.sizes = sizes or self._loop.sizes
             step.responses_per_prompt = responses_per_prompt or self._loop.responses_per_prompt
-            step.folds = self._requirements.plan(self._loop, sizes, step.responses_per_prompt)
+            step.fold_groups = self._requirements.plan(self._loop, sizes, step.responses_per_prompt)
             sqrt_metric = None
             if Need.SQ_NORMS in step.needs:
                 shard = self._loop.shard
                 sqrt_metric = sqrt_preconditioner(shard.layout, shard.weights(), view_optimizer(shard).states)
             stores_vectors = Need.FOLD_GRADIENTS in step.needs
-            self._fold_recorder.start_step(step.folds, stores_vectors=stores_vectors, sqrt_metric=sqrt_metric)
+            self._fold_recorder.start_step(step.fold_groups, stores_vectors=stores_vectors, sqrt_metric=sqrt_metric)
 
     def watch_backward(self, step: OpenStep, scores: Scores, loss: LossInfo) -> None:
         """Set the hooks for the backward of the step's latest microbatch, and watch its loss.

@@ -73,7 +73,7 @@ class OpenStep:
     phase: StepPhase = StepPhase.BEGUN
 
     # Planned, if probes measure it.
-    folds: Sequence[FoldGroup] = ()
+    fold_groups: Sequence[FoldGroup] = ()
     sizes: Sequence[int] = ()  # number of sequences per microbatch
     responses_per_prompt: int = 0
 

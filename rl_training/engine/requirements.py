@@ -101,8 +101,8 @@ class Requirements:
 
     def no_whole_folds(self, loop: LoopSpec) -> Unavailable | None:
         """Return the reason why planned folds of a full step cannot hold whole prompts, or None."""
-        groups = self.plan(loop)
-        has_folds_of_ranks = len(groups) == 1 < len(groups[0].folds)
+        fold_groups = self.plan(loop)
+        has_folds_of_ranks = len(fold_groups) == 1 < len(fold_groups[0].folds)
         return None if has_folds_of_ranks else loop.reasons.no_folds
 
     def plan(

@@ -168,7 +168,7 @@ def _facts(step: OpenStep, loop: LoopSpec) -> dict[str, bool]:
     index = torch.cat([rollout.prompt_index for rollout in step.rollouts])
     prompts, prompt_of_row, counts = index.unique(return_inverse=True, return_counts=True)
     # If no boundary between microbatches ends a prompt, only all microbatches together hold whole prompts.
-    has_one_fold = len(step.folds) == 1 < len(step.rollouts) and len(step.folds[0].folds) == 1
+    has_one_fold = len(step.fold_groups) == 1 < len(step.rollouts) and len(step.fold_groups[0].folds) == 1
     is_mixed = _mixes_prompts(step, prompt_of_row, len(prompts)) or (has_one_fold and len(prompts) > 1)
     has_learned = any(rollout.origin.learned for rollout in step.rollouts)
     return {
@@ -188,11 +188,14 @@ def _mixes_prompts(step: OpenStep, prompt_of_row: Tensor, num_prompts: int) -> b
     Args:
         prompt_of_row: (B,), the index of each sequence's prompt.
     """
-    # The passes of all groups are consecutive rows.
-    groups = [
+    # The passes of all fold groups are consecutive rows.
+    groups_of_passes = [
         torch.full((len(rows),), number)
-        for number, fold_group in enumerate(step.folds)
+        for number, fold_group in enumerate(step.fold_groups)
         for rows in fold_group.rows_per_pass
     ]
-    group = torch.cat(groups).to(prompt_of_row.device)
-    return len(group) == len(prompt_of_row) and len((prompt_of_row * len(step.folds) + group).unique()) > num_prompts
+    fold_group_of_row = torch.cat(groups_of_passes).to(prompt_of_row.device)
+    if len(fold_group_of_row) != len(prompt_of_row):
+        return False
+    pairs = prompt_of_row * len(step.fold_groups) + fold_group_of_row
+    return len(pairs.unique()) > num_prompts

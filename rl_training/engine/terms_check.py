@@ -132,8 +132,8 @@ class TermsCheck:
             squares = torch.tensor(sums.fold_sq_norms, dtype=torch.float64, device=batch.fold.device)
         else:
             squares = sq_norms[:-1, :, 0].sum(dim=1)
-        group = batch.folds[self.turn % len(batch.folds)]
-        comparison = _compare_group(batch, passes, gradients.by_fold, group, squares)
+        fold_group = batch.fold_groups[self.turn % len(batch.fold_groups)]
+        comparison = _compare_folds(batch, passes, gradients.by_fold, fold_group, squares)
         if comparison is None:
             return
         norm, distance, noise = comparison
@@ -180,8 +180,8 @@ def _mean_by_weights(batch: Batch, passes: Passes) -> Vector:
     return gradient
 
 
-def _compare_group(
-    batch: Batch, passes: Passes, by_fold: FoldVectors | None, group: FoldGroup, squares: Tensor
+def _compare_folds(
+    batch: Batch, passes: Passes, by_fold: FoldVectors | None, fold_group: FoldGroup, squares: Tensor
 ) -> tuple[float, float, float] | None:
     """Recompute the gradient of these folds and compare it with the caught one. Collective.
 
@@ -191,7 +191,7 @@ def _compare_group(
         batch: The step's sequences and folds.
         passes: Recomputes the gradient.
         by_fold: The caught gradients of all folds. None if they are not kept.
-        group: The folds that are compared.
+        fold_group: The folds that are compared.
         squares: (K,), the square norms of the caught gradients.
 
     Returns:
@@ -200,24 +200,24 @@ def _compare_group(
         not training's up to rounding and dropout, so that the comparison says nothing about the loss.
     """
     device = squares.device
-    gradient, scores = _recompute(batch, passes, group)
+    gradient, scores = _recompute(batch, passes, fold_group)
     square = dot(gradient, gradient)
     sq_distance = torch.zeros_like(square)
     if by_fold is not None:
-        sq_distance = _sq_distance(by_fold.means(group.folds), gradient)
+        sq_distance = _sq_distance(by_fold.means(fold_group.folds), gradient)
     training = [(part, _rows_of_scores(batch.scores, part)) for part, _ in scores]
     sq_noise = torch.zeros_like(square)
     scores_noise = torch.zeros(2, dtype=square.dtype, device=device)
     if has_dropout(passes.policy.model):
         with preserve_rng(device):
             seed_torch(SEED, device=device)
-            other_gradient, other_scores = _recompute(batch, passes, group)
+            other_gradient, other_scores = _recompute(batch, passes, fold_group)
         sq_noise = _sq_distance(other_gradient, gradient)
         scores_noise = _score_distance(other_scores, scores).to(square)
     scores_off = _score_distance(training, scores).to(square)
     sums = passes.ranks.reduce(torch.cat([square, sq_distance, sq_noise, scores_off, scores_noise]))
-    square, sq_distance, sq_noise, (off, num_tokens), (noise, _) = sums.split([len(group.folds)] * 3 + [2, 2])
-    caught_square = squares[group.folds.start : group.folds.stop].to(square)
+    square, sq_distance, sq_noise, (off, num_tokens), (noise, _) = sums.split([len(fold_group.folds)] * 3 + [2, 2])
+    caught_square = squares[fold_group.folds.start : fold_group.folds.stop].to(square)
     if by_fold is None:
         sq_distance = (caught_square.sqrt() - square.sqrt()).square()
     tolerance = SAME_SCORES_ROUNDED if passes.policy.scorer.training_rounding else SAME_SCORES
@@ -228,24 +228,24 @@ def _compare_group(
     return norm, _root(sq_distance), _root(sq_noise)
 
 
-def _recompute(batch: Batch, passes: Passes, group: FoldGroup) -> tuple[Vector, list[tuple[Tensor, Scores]]]:
+def _recompute(batch: Batch, passes: Passes, fold_group: FoldGroup) -> tuple[Vector, list[tuple[Tensor, Scores]]]:
     """Return the gradient of these folds by their loss weights, with the scores it is made of. Collective.
 
     Returns:
         The gradient, (folds, n) per bucket, and this rank's rows of each pass with their scores, without graph.
     """
     scores: list[tuple[Tensor, Scores]] = []
-    rows_of_group = slice(group.rows_per_pass[0].start, group.rows_per_pass[-1].stop)
-    num_weights = batch.loss_weights.stacked()[:, rows_of_group].count_nonzero()
+    rows_of_folds = slice(fold_group.rows_per_pass[0].start, fold_group.rows_per_pass[-1].stop)
+    num_weights = batch.loss_weights.stacked()[:, rows_of_folds].count_nonzero()
     has_weight = passes.ranks.any(num_weights)
     indices = torch.arange(len(batch.fold), device=batch.fold.device)
-    parts = [indices[part.start : part.stop] for part in group.rows_per_pass] if has_weight else []
+    parts = [indices[part.start : part.stop] for part in fold_group.rows_per_pass] if has_weight else []
     weightings = Weightings(
         [batch.loss_weights],
         passes.shares_of_folds(batch),
         on_scores=lambda part, fresh: scores.append((part, fresh.detached())),
     )
-    (gradient,) = passes.gradients(batch.rollout, parts, weightings, len(group.folds), len(parts))
+    (gradient,) = passes.gradients(batch.rollout, parts, weightings, len(fold_group.folds), len(parts))
     return gradient, scores
 
 

@@ -87,15 +87,15 @@ def _batch_of(restored: RestoredTrainer, update: UpdateBuffer, microbatch_size: 
     """Score U, and cut it into folds. Collective."""
     rollout = update.rollout
     scores = restored.policy.score_rollout(rollout)
-    folds = plan_prompt_folds(update.num_prompts, num_folds=MAX_FOLDS)
-    fold_of_prompt = folds_of_prompts(torch.arange(update.num_prompts), folds)
+    fold_groups = plan_prompt_folds(update.num_prompts, num_folds=MAX_FOLDS)
+    fold_of_prompt = folds_of_prompts(torch.arange(update.num_prompts), fold_groups)
     rows = range(rollout.num_sequences)
     return Batch(
         rollout=rollout,
         scores=scores,
         loss_weights=_loss_weights(restored, rollout, scores),
         microbatch_rows=tuple(rows[first : first + microbatch_size] for first in rows[::microbatch_size]),
-        folds=folds,
+        fold_groups=fold_groups,
         fold=fold_of_prompt.to(restored.device)[rollout.prompt_index],
         fold_sizes=update.responses_per_prompt * fold_of_prompt.bincount().double(),
         responses_per_prompt=update.responses_per_prompt,

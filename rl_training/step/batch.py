@@ -108,7 +108,7 @@ class Batch:
     scores: Scores  # from training's own forward passes, without graph
     loss_weights: LossWeights
     microbatch_rows: tuple[range, ...]  # the rows of each microbatch
-    folds: Sequence[FoldGroup]  # whole prompts, over all ranks
+    fold_groups: Sequence[FoldGroup]  # the folds, of whole prompts, over all ranks
     fold: Tensor  # (B,), the fold of each sequence
     fold_sizes: Tensor  # (K,) fp64 in host memory, n_k: sequences on all ranks
     responses_per_prompt: int  # G

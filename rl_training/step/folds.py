@@ -47,7 +47,10 @@ class FoldSource(enum.StrEnum):
 
 @dataclass(frozen=True)
 class FoldGroup:
-    """Folds whose gradients come from the same backwards: one fold, or one per group of equally many ranks."""
+    """Folds whose gradients come from the same backwards: one fold, or one for each rank group.
+
+    A rank group is neighbouring ranks, equally many in each.
+    """
 
     folds: range  # numbers of the folds
     fold_of_rank: tuple[int, ...]  # each rank's fold, counted from the first of `folds`
@@ -67,9 +70,9 @@ def plan_folds(
     """Plan the folds of a step: sets of whole prompts over all ranks, each with backwards of its own in the loop.
 
     A stretch is the shortest run of consecutive microbatches that ends with a whole prompt on every rank. A fold is one
-    or several stretches of all ranks. If there are too few, each group of ranks gets separate folds.
+    or several stretches of all ranks. If there are too few, each rank group gets separate folds.
 
-    With `by_rank` and enough ranks, a fold is all microbatches of a rank or of a group of ranks instead. A further pass
+    With `by_rank` and enough ranks, a fold is all microbatches of a rank or of a rank group instead. A further pass
     then serves all folds at once, and it does not matter how a rank's prompts are spread over its microbatches.
 
     Args:
@@ -79,10 +82,10 @@ def plan_folds(
         num_folds: Number of folds over all ranks, lowered if there are too few stretches. None: at least
             DEFAULT_NUM_FOLDS, if there are enough.
         sizes_of_ranks: `sizes` of every rank. None if they are all alike.
-        by_rank: Prefer folds of ranks, if ranks can be divided into `num_folds` groups, or at least DEFAULT_NUM_FOLDS.
+        by_rank: Prefer folds of ranks, if there can be `num_folds` rank groups, or at least DEFAULT_NUM_FOLDS.
 
     Returns:
-        Groups of folds. All ranks have equally many groups and passes.
+        Fold groups. All ranks have equally many fold groups and passes.
 
     >>> [(group.folds, group.rows_per_pass) for group in plan_folds([4, 4, 4, 4], responses_per_prompt=8)]
     [(range(0, 1), (range(0, 4), range(4, 8))), (range(1, 2), (range(8, 12), range(12, 16)))]
@@ -94,7 +97,7 @@ def plan_folds(
     rows = ranges_of(sizes)
     num_rank_folds = _num_rank_folds(num_ranks, num_folds) if by_rank else 0
     if num_rank_folds:
-        return [FoldGroup(range(num_rank_folds), _groups_of_ranks(num_ranks, num_rank_folds), rows)]
+        return [FoldGroup(range(num_rank_folds), _rank_groups(num_ranks, num_rank_folds), rows)]
     stretches = []
     first = 0
     for index, is_last in enumerate(ends_stretch):
@@ -110,27 +113,27 @@ def plan_folds(
 
 
 def _fold_groups(rows_of_parts: Sequence[tuple[range, ...]], num_ranks: int, num_rank_groups: int) -> list[FoldGroup]:
-    """Return the folds of each part of a step: one for each group of ranks.
+    """Return the folds of each part of a step: one for each rank group.
 
     Args:
         rows_of_parts: This rank's rows in each backward of each part.
         num_ranks: Number of ranks.
-        num_rank_groups: Number of groups of ranks.
+        num_rank_groups: Number of rank groups.
     """
-    fold_of_rank = _groups_of_ranks(num_ranks, num_rank_groups)
+    fold_of_rank = _rank_groups(num_ranks, num_rank_groups)
     return [
         FoldGroup(range(index * num_rank_groups, (index + 1) * num_rank_groups), fold_of_rank, rows)
         for index, rows in enumerate(rows_of_parts)
     ]
 
 
-def _groups_of_ranks(num_ranks: int, num_groups: int) -> tuple[int, ...]:
-    """Return each rank's group. Groups are neighbouring ranks, equally many in each."""
-    return tuple(rank * num_groups // num_ranks for rank in range(num_ranks))
+def _rank_groups(num_ranks: int, num_rank_groups: int) -> tuple[int, ...]:
+    """Return the rank group of each rank."""
+    return tuple(rank * num_rank_groups // num_ranks for rank in range(num_ranks))
 
 
 def _num_rank_folds(num_ranks: int, num_folds: int | None) -> int:
-    """Return the number of folds if each is a rank or a group of ranks; 0 if ranks cannot be divided like that.
+    """Return the number of folds if each is a rank or a rank group; 0 if ranks cannot be divided like that.
 
     >>> [_num_rank_folds(num_ranks, None) for num_ranks in (4, 8, 12, 17, 64)]
     [0, 8, 12, 0, 8]
@@ -140,9 +143,9 @@ def _num_rank_folds(num_ranks: int, num_folds: int | None) -> int:
 
 
 def _rank_groups_and_parts(num_stretches: int, num_ranks: int, num_folds: int | None) -> tuple[int, int]:
-    """Return how to make folds of stretches that all ranks have: by how many groups of ranks, and how many parts.
+    """Return how to make folds of stretches that all ranks have: by how many rank groups, and how many parts.
 
-    Each part is one fold per group. There are as few groups as possible.
+    Each part is one fold per rank group. There are as few of these as possible.
 
     Args:
         num_stretches: Number of stretches on each rank.
@@ -154,12 +157,12 @@ def _rank_groups_and_parts(num_stretches: int, num_ranks: int, num_folds: int | 
     """
     divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
     if num_folds is None:
-        num_groups = next((groups for groups in divisors if groups * num_stretches >= DEFAULT_NUM_FOLDS), num_ranks)
-        return num_groups, num_stretches // max(1, num_stretches // DEFAULT_NUM_FOLDS)
+        enough = (number for number in divisors if number * num_stretches >= DEFAULT_NUM_FOLDS)
+        return next(enough, num_ranks), num_stretches // max(1, num_stretches // DEFAULT_NUM_FOLDS)
     possible: dict[int, tuple[int, int]] = {}
-    for num_groups in divisors:
+    for num_rank_groups in divisors:
         for num_parts in range(1, num_stretches + 1):
-            possible.setdefault(num_groups * num_parts, (num_groups, num_parts))
+            possible.setdefault(num_rank_groups * num_parts, (num_rank_groups, num_parts))
     return possible[max(number for number in possible if number <= num_folds)]
 
 
@@ -175,7 +178,7 @@ def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | Non
             `plan_folds`.
 
     Returns:
-        Groups without `rows_per_pass`. Ranks share each fold if they have enough prompts.
+        Fold groups without `rows_per_pass`. Ranks share each fold if they have enough prompts.
 
     >>> [(group.folds, group.fold_of_rank) for group in plan_prompt_folds(num_prompts=4, num_ranks=2, num_folds=3)]
     [(range(0, 1), (0, 0)), (range(1, 2), (0, 0)), (range(2, 3), (0, 0))]
@@ -195,17 +198,17 @@ def least_recomputed(num_folds: int | None) -> int:
     return max(2, min(num_folds or MIN_FOLDS_STEP, MIN_FOLDS_STEP))
 
 
-def folds_of_prompts(prompt_index: Tensor, groups: Sequence[FoldGroup], rank: int = 0) -> Tensor:
+def folds_of_prompts(prompt_index: Tensor, fold_groups: Sequence[FoldGroup], rank: int = 0) -> Tensor:
     """Assign a rank's sequences to folds, (B,), so that no prompt is in two folds.
 
     Args:
         prompt_index: (B,), equal for responses to the same prompt.
-        groups: From `plan_prompt_folds`. Their numbers of this rank's prompts differ by at most one.
+        fold_groups: From `plan_prompt_folds`. Their numbers of this rank's prompts differ by at most one.
         rank: This rank's number.
 
     >>> folds_of_prompts(torch.tensor([4, 9, 6, 4]), plan_prompt_folds(3, num_folds=2))
     tensor([0, 1, 0, 0])
     """
     prompts, prompt_of_row = prompt_index.unique(return_inverse=True)
-    folds = [group.folds[group.fold_of_rank[rank]] for group in groups]
-    return torch.tensor(folds, device=prompt_of_row.device)[prompt_of_row * len(groups) // len(prompts)]
+    folds = [group.folds[group.fold_of_rank[rank]] for group in fold_groups]
+    return torch.tensor(folds, device=prompt_of_row.device)[prompt_of_row * len(fold_groups) // len(prompts)]

@@ -99,7 +99,7 @@ class Passes:
             is_chosen: (B,) bool. None: the rows that have a weight.
         """
         is_chosen = rows_with_weight(weightings.weights) if is_chosen is None else is_chosen
-        for group, rows_per_pass, num_passes in self._by_group(batch, is_chosen):
+        for group, rows_per_pass, num_passes in self._by_fold_group(batch, is_chosen):
             receivers = [receiver_of(index, group.folds) for index in range(len(weightings.weights))]
             num_first = num_passes - 1
             if num_first > 0:
@@ -152,7 +152,7 @@ class Passes:
         self._run(rollout, rows_per_pass, weightings, [adding_to(total) for total in sums], num_passes)
         return sums
 
-    def _by_group(self, batch: Batch, is_chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor], int]]:
+    def _by_fold_group(self, batch: Batch, is_chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor], int]]:
         """Yield each fold group with this rank's passes over its chosen rows, and the largest number of any rank.
 
         A row belongs to the group that has its fold, whichever microbatch it is in. Ranks communicate only once, at
@@ -164,13 +164,14 @@ class Passes:
         """
         chunk_size = max(len(rows) for rows in batch.microbatch_rows)
         rows = is_chosen.nonzero().squeeze(1)
-        group_of_row = batch.fold[rows] // len(batch.folds[0].folds)  # all groups have the same number of folds
-        sizes = group_of_row.bincount(minlength=len(batch.folds)).tolist()
+        folds_per_group = len(batch.fold_groups[0].folds)  # the same for all fold groups
+        group_of_row = batch.fold[rows] // folds_per_group
+        sizes = group_of_row.bincount(minlength=len(batch.fold_groups)).tolist()
         rows_of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
         passes_of_groups = [split_rows(group_rows, chunk_size) for group_rows in rows_of_groups]
         counts = torch.tensor([*map(len, passes_of_groups)], dtype=torch.float64, device=is_chosen.device)
         most = self.ranks.max(counts).tolist()
-        for group, rows_per_pass, num_passes in zip(batch.folds, passes_of_groups, most, strict=True):
+        for group, rows_per_pass, num_passes in zip(batch.fold_groups, passes_of_groups, most, strict=True):
             yield group, rows_per_pass, int(num_passes)
 
     def _run(

@@ -136,8 +136,8 @@ class ResidualTest:
         """
         assert scores.varentropies is not None
         x = scores.logps.detach().double() + scores.entropies.detach().double()
-        weight = torch.ones_like(x) if log_ratios is None else log_ratios[:, : x.shape[1]].exp()
-        columns = [weight * x, scores.varentropies.double(), (weight * x).square(), weight * x.square()]
+        ratio = torch.ones_like(x) if log_ratios is None else log_ratios[:, : x.shape[1]].exp()
+        columns = [ratio * x, scores.varentropies.double(), (ratio * x).square(), ratio * x.square()]
         # A policy that has diverged has no scores.
         is_token = scores.mask.bool() & torch.stack(columns).isfinite().all(dim=0)
         if self._tested_rows:

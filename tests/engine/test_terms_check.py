@@ -132,13 +132,13 @@ def test_a_small_undeclared_term_is_detected_and_a_negligible_one_is_not(factor:
 
 def test_folds_are_checked_in_turn(monkeypatch: Any) -> None:
     compared: list[int] = []
-    compare = terms_check._compare_group
+    compare = terms_check._compare_folds
 
     def kept(batch: Any, passes: Any, by_fold: Any, group: Any, squares: Tensor) -> Any:
         compared.append(group.folds.start)
         return compare(batch, passes, by_fold, group, squares)
 
-    monkeypatch.setattr(terms_check, "_compare_group", kept)
+    monkeypatch.setattr(terms_check, "_compare_folds", kept)
     monkeypatch.setattr(terms_check, "EVERY", 2)
     loop_with(nothing, steps=6, probes=[GradientNoiseScaleProbe(split_prompts=2)])
     assert len(compared) == 4

@@ -68,7 +68,7 @@ class Rank:
         self.batch = dataclasses.replace(
             scored(self.rollout, own, LossWeights(own.mask.float(), None)),
             microbatch_rows=(range(BATCH_SIZE),),
-            folds=[FoldGroup(range(k, k + 1), (0, 0), (range(BATCH_SIZE),)) for k in range(2)],
+            fold_groups=[FoldGroup(range(k, k + 1), (0, 0), (range(BATCH_SIZE),)) for k in range(2)],
             fold=rows % 2,
             fold_sizes=torch.ones(2, dtype=torch.float64),
             responses_per_prompt=G,
@@ -240,7 +240,7 @@ def test_what_one_process_alone_cannot_measure_no_process_measures(code: str) ->
             ranks=ranks, fixes=FIXES, reasons=Reasons(cannot_sample=no_sample), shard=SimpleNamespace(leaves={})
         )
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=origin)
-        step = OpenStep(1, [], folds=plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
+        step = OpenStep(1, [], fold_groups=plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
         reasons = reasons_of_sequences(step, loop, other_policy=None)
         return [bool(value) for value in vars(reasons).values()]
 

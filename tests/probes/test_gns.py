@@ -150,7 +150,7 @@ class Loop:
             by_fold=None,
             sq_norms=self.recorder.sq_norms,
         )
-        batch = dataclasses.replace(ctx.step.batch, microbatch_rows=rows, folds=folds, fold_sizes=fold_sizes)
+        batch = dataclasses.replace(ctx.step.batch, microbatch_rows=rows, fold_groups=folds, fold_sizes=fold_sizes)
         return dataclasses.replace(ctx, step=dataclasses.replace(ctx.step, batch=batch, gradients=gradients))
 
 

@@ -130,7 +130,7 @@ def step_of(
         scores=scores,
         loss_weights=LossWeights(loss_weights, None),
         microbatch_rows=microbatch_rows,
-        folds=[FoldGroup(range(k, k + 1), (0,) * ranks.count, (rows,)) for k, rows in enumerate(microbatch_rows)],
+        fold_groups=[FoldGroup(range(k, k + 1), (0,) * ranks.count, (rows,)) for k, rows in enumerate(microbatch_rows)],
         fold=fold,
         fold_sizes=torch.full((microbatches,), float(size * ranks.count), dtype=torch.float64),
         responses_per_prompt=int((rollout.prompt_index == rollout.prompt_index[0]).sum()),

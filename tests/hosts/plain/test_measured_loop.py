@@ -641,7 +641,7 @@ def test_reasons_end_in_the_fix_for_this_kind_of_loop() -> None:
         shard = SimpleNamespace(leaves={})
         loop: Any = SimpleNamespace(fixes=words, reasons=Reasons(), ranks=all_ranks(), shard=shard)
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
-        step = OpenStep(1, [], folds=plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
+        step = OpenStep(1, [], fold_groups=plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
         why = reasons_of_sequences(step, loop, other_policy=None)
         reasons = why.split_prompts, why.no_folds
         assert all(reason.endswith(f": {words.whole_prompts}") for reason in reasons)
