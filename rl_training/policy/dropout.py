@@ -132,16 +132,18 @@ def _shares_in_code(code: CodeType) -> frozenset[str | float]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError):
         return frozenset()
-    first = code.co_varnames[0] if code.co_argcount else ""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return frozenset(share for call in calls for share in _shares_of_call(call, first))
+    return frozenset(share for call in calls for share in _shares_of_call(call, code))
 
 
-def _shares_of_call(call: ast.Call, first: str) -> Iterator[str | float]:
+def _shares_of_call(call: ast.Call, code: CodeType) -> Iterator[str | float]:
     """Yield the numbers, and the attributes of a method's first argument, in the probability that a call is given."""
-    owner, _, name = ast.unparse(call.func).rpartition(".")
+    first = code.co_varnames[0] if code.co_argcount else ""
+    function = ast.unparse(call.func)
+    root, name = function.partition(".")[0], function.rpartition(".")[2]
     given = [keyword.value for keyword in call.keywords if keyword.arg == "dropout_p"]  # of torch's attention
-    if name in DROPOUT_FUNCTIONS and owner != first:  # not a layer: self.dropout(x)
+    is_layer = root in {*code.co_varnames, *code.co_cellvars}  # self.dropout(x), or dropout = self.layers[name]
+    if name in DROPOUT_FUNCTIONS and not is_layer:
         given += [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "p")]
         if not given:
             yield DEFAULT_SHARE

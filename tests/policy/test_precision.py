@@ -233,6 +233,18 @@ class OfAFunction(HasNumber):
         return nn.functional.dropout(rows, training=self.training) if self.p else rows
 
 
+class OfALayer(HasNumber):
+    """Calls layers of that name, which drop nothing, as an adapter of peft does."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(share)
+        self.layers = nn.ModuleDict({"dropout": nn.Identity()})
+
+    def forward(self, rows: Tensor) -> Tensor:
+        dropout = self.layers["dropout"]
+        return self.layers.dropout(dropout(rows))
+
+
 @pytest.mark.parametrize(
     ("model", "share", "drops_out"),
     [
@@ -243,6 +255,7 @@ class OfAFunction(HasNumber):
         (OfAttention, 0.3, True),
         (OfAttention, 0.0, False),
         (OfAFunction, 0.3, True),
+        (OfALayer, 0.3, False),
     ],
 )
 def test_dropout_is_found_where_a_module_passes_a_number_of_its_own_to_a_function_of_torch(
