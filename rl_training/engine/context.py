@@ -16,7 +16,7 @@ from rl_training.entropy import paired_effects
 from rl_training.entropy.changed_steps import Change, iter_basis_gradients
 from rl_training.entropy.data import EntropyPrediction
 from rl_training.entropy.fold_gradients import totals_of_folds
-from rl_training.entropy.reward_gradient import RewardGradient, reward_gradient, reward_multiple_reason
+from rl_training.entropy.reward_gradient import reward_gradient, reward_multiple_reason
 from rl_training.entropy.token_effects import iter_token_products
 from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.parallel.ranks import Ranks
@@ -165,8 +165,13 @@ class StepContext:
             rollout or self.step.batch.rollout, rows_per_pass, Weightings(weights, shares), use
         )
 
-    def reward_gradient(self) -> RewardGradient:
-        """Return the gradient of the mean reward per response, computed the cheapest way possible. Collective."""
+    def reward_gradient(self) -> tuple[float | LossWeights | None, Unavailable | None]:
+        """Return the gradient of the mean reward per response, as `effects` takes it. Collective.
+
+        Returns:
+            A factor on the step's own gradient, or the weights of a loss that has it; None if it is unknown. Then the
+            reason why it is no multiple of the step's own gradient, or None.
+        """
         return reward_gradient(self.step, self.ranks)
 
     def reward_multiple_reason(self) -> Unavailable | None:

@@ -77,12 +77,8 @@ def terms_of_folds(
     """
     assert prediction.totals is not None
     totals, by_fold, corrections = _to_host(prediction.totals, *products.sum_over_ranks(ranks))
-    factor = None
-    reward_reason = None
-    if prediction.settings.per_sequence:
-        gradient = reward_gradient(step, ranks)
-        factor = gradient.factor
-        reward_reason = gradient.factor_reason
+    gradient, reward_reason = reward_gradient(step, ranks) if prediction.settings.per_sequence else (None, None)
+    factor = gradient if isinstance(gradient, float) else None
     reward, reward_corrections = reward_products(step.batch.fold_sizes, prediction.leave_one_out, factor)
     by_fold = torch.cat([by_fold, _per_sequence_alone(reward)], dim=1)
     corrections = torch.cat([corrections, _per_sequence_alone(reward_corrections)], dim=1)

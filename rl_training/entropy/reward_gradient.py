@@ -14,8 +14,6 @@ decided from the loss's weights alone: settings can be misleading, and users can
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -37,18 +35,13 @@ OTHER_LOSS = Unavailable(
 )
 
 
-@dataclass(frozen=True)
-class RewardGradient:
-    """J of a step, and whether it is a multiple of the step's own gradient."""
+def reward_gradient(step: StepData, ranks: Ranks) -> tuple[float | LossWeights | None, Unavailable | None]:
+    """Return J, the gradient of the mean reward of a response, the cheapest way possible. Collective.
 
-    weights: LossWeights | None  # weights of a loss whose gradient is J; None if unknown
-    reason: Unavailable | None  # why J is unknown
-    factor: float | None  # J as a multiple of the step's own gradient; None if it is not one
-    factor_reason: Unavailable | None  # why it is not one
-
-
-def reward_gradient(step: StepData, ranks: Ranks) -> RewardGradient:
-    """Return J, the gradient of the mean reward of a response. Collective."""
+    Returns:
+        J as a factor on the step's own gradient if it is a multiple of that, else as the weights of a loss that has it,
+        None if it is unknown. Then the reason why it is no multiple, or None.
+    """
     batch = step.batch
     advantages, reason = _advantages(batch, ranks)
     reason = reason or step.reasons.relative_rewards
@@ -56,10 +49,10 @@ def reward_gradient(step: StepData, ranks: Ranks) -> RewardGradient:
     if not reason and ranks.anywhere({"no ratios": log_ratios is None}, advantages.device)["no ratios"]:
         reason = NO_SAMPLING_LOGPS
     if reason or log_ratios is None:
-        return RewardGradient(None, reason, None, reason)
+        return None, reason
     weights = _token_weights(batch, advantages * log_ratios.sum(dim=1).exp())
-    factor, factor_reason = _step_gradient_factor(step, ranks, weights)
-    return RewardGradient(weights, None, factor, factor_reason)
+    factor, reason = _step_gradient_factor(step, ranks, weights)
+    return (weights if factor is None else factor), reason
 
 
 def reward_multiple_reason(step: StepData, ranks: Ranks) -> Unavailable | None:

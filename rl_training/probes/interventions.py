@@ -112,8 +112,9 @@ class InterventionsProbe(Probe):
             return Reading(dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(reason)), state=state)
         with_reference = any("reference" in intervention.needs for intervention in self._chosen)
         reference = ctx.policy.reference_logps(step.batch.rollout) if with_reference else None
-        loss, gradient = loss_inputs(step.batch, ctx.ranks.reduce, reference), ctx.reward_gradient()
-        reward = gradient.weights if gradient.factor is None else gradient.factor
+        loss = loss_inputs(step.batch, ctx.ranks.reduce, reference)
+        reward, no_multiple = ctx.reward_gradient()
+        no_reward = no_multiple if reward is None else None
         unavailable = {intervention.name: intervention.unavailable_reason(loss[0]) for intervention in self._chosen}
         changes: dict[str, Any] = {PLAIN: None}
         weights = {}
@@ -124,7 +125,6 @@ class InterventionsProbe(Probe):
                 weights[intervention.name] = torch.cat([intervention.weights(part).stacked() for part in loss], dim=1)
         pairs = ctx.effects(changes, weights, reward)
         means = state | {PLAIN: state[PLAIN].add(pairs[PLAIN], step.number, self.decay)}
-        no_reward = gradient.reason
         estimates = [*pairs[PLAIN].estimates(no_reward), *means[PLAIN].mean().estimates(no_reward)]
         for intervention in self._chosen:
             name = intervention.name

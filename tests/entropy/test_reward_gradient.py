@@ -34,7 +34,7 @@ from rl_training.probes import (
 )
 from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.batch import NO_COPIES, Copies
-from rl_training.step.loss_weights import gradient_of
+from rl_training.step.loss_weights import LossWeights, gradient_of
 from rl_training.step.needs import Need
 from rl_training.step.reasons import NO_OTHERS, Reasons
 
@@ -51,17 +51,18 @@ class BothGradients(Seen):
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
         reading = super().measure(ctx, state)
-        self.found, rollout = reward_gradient(step, ctx.ranks), step.batch.rollout
+        self.found, self.reason = reward_gradient(step, ctx.ranks)
+        rollout = step.batch.rollout
         params = [p for p in ctx.policy.model.parameters() if p.requires_grad]
         fresh = ctx.policy.score(rollout, torch.arange(rollout.num_sequences))
         above = above_the_others(rollout.rewards, G)
         total = (above.unsqueeze(1) * fresh.logps.double() * fresh.mask).sum() / (~rollout.rewards.isnan()).sum()
         self.by_hand = joined(torch.autograd.grad(total, params))
-        if self.found.factor is not None:
-            self.gradient = self.found.factor * joined([p.grad for p in params])
-        elif self.found.weights is not None:
+        if isinstance(self.found, float):
+            self.gradient = self.found * joined([p.grad for p in params])
+        elif self.found is not None:
             fresh = ctx.policy.score(rollout, torch.arange(rollout.num_sequences))
-            weights = self.found.weights.of_rows(torch.arange(rollout.num_sequences), fresh.logps.shape[1])
+            weights = self.found.of_rows(torch.arange(rollout.num_sequences), fresh.logps.shape[1])
             self.gradient = joined(gradient_of(fresh, weights.logps, None, params))
         return reading
 
@@ -104,8 +105,8 @@ def test_the_reward_gradient_does_not_depend_on_how_the_loss_uses_rewards(
     if kind == "longer":
         trainer.add_callback(Longer(trainer))
     for step in found_by(trainer):
-        assert (step.found.factor_reason.code if code else step.found.factor_reason) == (code or None)
-        assert (step.found.factor is None) == bool(code)
+        assert (step.reason.code if code else step.reason) == (code or None)
+        assert isinstance(step.found, LossWeights if code else float)
         assert float(step.by_hand.norm()) > 1e-2
         assert float((step.gradient - step.by_hand).norm() / step.by_hand.norm()) < 1e-3
 
@@ -114,7 +115,7 @@ def test_the_factor_of_the_reward_gradient_uses_the_maximum_length_at_that_step(
     """The factor is −L G/(G−1), with the maximum length L at that step."""
     trainer = make_trainer(GRPOTrainer, **PLAIN | STEP)
     trainer.add_callback(Longer(trainer))
-    assert [step.found.factor for step in found_by(trainer)] == pytest.approx([-8 * 4 / 3, -16 * 4 / 3], rel=1e-5)
+    assert [step.found for step in found_by(trainer)] == pytest.approx([-8 * 4 / 3, -16 * 4 / 3], rel=1e-5)
 
 
 def test_there_is_no_reward_gradient_where_each_prompt_has_one_rewarded_response(make_trainer: Any) -> None:
@@ -223,8 +224,8 @@ def test_reward_weights_on_two_processes_count_all_responses_with_a_reward() -> 
         scores, zeros = Scores(ones, ones, ones), torch.zeros_like(ones)
         batch = SimpleNamespace(rollout=rollout, scores=scores, log_ratios=lambda: zeros)
         step: Any = SimpleNamespace(batch=batch, reasons=Reasons(other_terms=OTHER_TERMS))
-        weights = reward_gradient(step, Ranks(2, reduce, rank)).weights
-        assert weights is not None
+        weights, _ = reward_gradient(step, Ranks(2, reduce, rank))
+        assert isinstance(weights, LossWeights)
         return weights.logps.flatten()
 
     first, other = on_two_ranks(weights)
