@@ -3,7 +3,7 @@
 driver.py                           the six calls in which a loop reports each step: read it first
 measurer.py, kl_bound.py            what takes part in a step: probes measure it, a set KL bounds it
 open_step.py, fold_recorder.py      collect the step's sequences and gradients; build_step.py turns them into StepData
-step_reasons.py                     what cannot be measured at a step
+step_reasons.py                     which reasons a step gets, and when each becomes known
 probe.py, context.py                what a probe is and returns, and what it is given
 requirements.py                     what all probes together need; announcement.py: what is said of it at the start
 probe_states.py                     the probes' states, kept once a step is verified

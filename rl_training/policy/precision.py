@@ -16,6 +16,7 @@ from rl_training.policy.rng import preserve_rng
 from rl_training.policy.rotary import preserve_rotary_tables
 
 # Largest mean difference per token, in nats, of log-probabilities that two passes compute for the same policy.
+# step/score_check.py lists which tolerance decides what.
 SAME_SCORES = 0.01
 SAME_SCORES_ROUNDED = 0.1  # the same if passes compute in less than fp32
 FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # transformers' other attention implementations may refuse fp32

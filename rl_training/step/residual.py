@@ -15,7 +15,7 @@ times Σ w²x² / Σ w x² over the drawn tokens, x = log π + h, and at least t
 
 Chance (step/martingale.py) exceeds the bound of the running sum with probability RUN_ALPHA over a run of any
 length, and that of single steps with STEPS_ALPHA over 10,000 measured steps: together less than 1 %. A sampler as close
-as an inverse temperature of 1 ± TOLERANCE is taken for the policy, since kernels and half precision make such
+as an inverse temperature of 1 ± SAMPLER_TOLERANCE is taken for the policy, since kernels and half precision make such
 differences, and a long run would find any.
 """
 
@@ -40,7 +40,7 @@ RUN = "sampler/residual_run"
 BOUND = "sampler/residual_bound"
 RUN_ALPHA = STEPS_ALPHA = 0.0045
 MAX_STEPS = 10_000
-TOLERANCE = 0.005
+SAMPLER_TOLERANCE = 0.005
 POLICY = "the policy did not draw these responses"
 SAMPLER = "the sampler did not draw these responses with the log-probabilities that it reports"
 NO_BAR = "no error bar: it is a sum in units of its own standard error"
@@ -86,11 +86,11 @@ class ResidualSums:
     def bound(self, alpha: float) -> float:
         """Return what |Σ x| exceeds at any look with probability `alpha` at most.
 
-        A sampler within the tolerance shifts Σ x by at most TOLERANCE times its variance, either way. Where |Σ x| is
-        beyond both, the sum without its shift is beyond the martingale's bound, which holds for both signs at once.
+        A sampler within the tolerance shifts Σ x by at most that times its variance, either way. Where |Σ x| is beyond
+        both, the sum without its shift is beyond the martingale's bound, which holds for both signs at once.
         """
         quadratic = (self.squares + 2.0 * self.variance) / 3.0
-        return bound(quadratic, alpha) + TOLERANCE * self.variance
+        return bound(quadratic, alpha) + SAMPLER_TOLERANCE * self.variance
 
     def exceeds(self, alpha: float) -> bool:
         """Return whether Σ x is further from 0 than `bound`."""

@@ -8,7 +8,15 @@ autocast, TF32, noise on embeddings, jitter of a router). If weights are below f
 padding. Differences of that size may be in training's scores, too. If dropout makes them, it must make them in both
 directions: the mean difference with its sign is held against its error over rows.
 
-The same scores then show whether the policy drew the responses (residual.py).
+If they do not differ, the same scores show whether the policy drew the responses (residual.py). Three tolerances thus
+bear on which policy is scored, sampled and trained:
+
+    TOLERANCE            how far scores of probes may be from training's own, of the same rows: other_scores
+    SAMPLER_TOLERANCE    how far the sampler may be from the scored policy, as a temperature (residual.py):
+                         not_drawn_by_policy
+    SAME_SCORES          how far two passes of one policy may be from each other (policy/precision.py): beyond it,
+                         padding_matters, engine/terms_check.py compares no gradients, and TRL's old log-probabilities
+                         are not taken for the policy's
 """
 
 from __future__ import annotations
@@ -63,7 +71,7 @@ class ScoreCheck:
     Args:
         batch: The step's sequences.
         policy: The policy that probes score.
-        test: Receives the same scores, unless they differ from training's.
+        test: Tests the same scores, unless they differ from training's. None: who drew the responses is not tested.
     """
 
     def __init__(self, batch: Batch, policy: Policy, test: ResidualTest | None = None) -> None:
@@ -104,6 +112,8 @@ class ScoreCheck:
 
     def check(self, ranks: Ranks, reasons: Reasons) -> Unavailable | None:
         """Return the reason why scores are not training's, or the policy did not draw the tokens, or None. Collective.
+
+        The second is tested only if there is no first.
 
         Args:
             ranks: The ranks that train together.

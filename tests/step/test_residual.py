@@ -87,7 +87,7 @@ def test_chance_passes_the_bound_in_fewer_than_one_run_of_a_hundred_with_ten_tho
         quadratic = (drawn.square().cumsum(1) + 2 * looks) / 3
         spread = quadratic + 25.0
         reasons = (spread * (2 * math.log(1 / residual.RUN_ALPHA) + (spread / 25.0).log())).sqrt()
-        bounds = reasons + residual.TOLERANCE * looks
+        bounds = reasons + residual.SAMPLER_TOLERANCE * looks
         sums = ResidualSums(0.0, float(looks[-1]), float(drawn[0].square().sum()), 10_000.0, 1)
         assert float(bounds[0, -1]) == pytest.approx(sums.bound(residual.RUN_ALPHA))
         alarms += int((drawn.cumsum(1).abs() > bounds).any(dim=1).sum())
