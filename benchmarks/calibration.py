@@ -60,7 +60,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 
 def _trained(ctx: StepContext) -> dict[str, Tensor]:
     parameters = dict(ctx.policy.model.named_parameters())
-    return {name: parameters[name] for name in ctx.step.gradients.weights}
+    return {name: parameters[name] for name in ctx.step.weights}
 
 
 class TruthOfEachStep(GroundTruthProbe):

@@ -59,7 +59,7 @@ class StepBuilder:
         copies = NO_COPIES if reasons.split_prompts else find_copies(rollout, scores, ranks)
         batch = self._batch(open_step, rollout, scores, copies, reasons)
         mean, optimizer = gradients_and_view(loop.shard, view_optimizer(loop.shard))
-        gradients = Gradients(loop.shard.weights(), mean, loop.shard.layout)
+        gradients = Gradients(mean, loop.shard.layout)
         gradient_reason = None
         if batch.fold_source is FoldSource.RECOMPUTED:
             gradients = self._recompute_folds(batch, gradients, optimizer)
@@ -74,7 +74,7 @@ class StepBuilder:
             checks=self.checks,
             gradient_reason=gradient_reason,
         )
-        return StepData(open_step.number, batch, gradients, optimizer, reasons, loop.fixes)
+        return StepData(open_step.number, batch, loop.shard.weights(), gradients, optimizer, reasons, loop.fixes)
 
     def _batch(
         self,

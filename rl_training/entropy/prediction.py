@@ -237,7 +237,7 @@ def _updates_of(step: StepData, ranks: Ranks) -> tuple[StepUpdate | None, LeaveO
     if step.optimizer.states is None:
         return None, None
     mean = layout.vector(gradients.mean.values()) if layout.is_small else gradients.mean  # else joined per piece
-    pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
+    pieces = OptimizerPieces(layout, step.weights, step.optimizer.states)
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
     for span in pieces.spans:
         square += square_norm(span.of(mean))

@@ -108,7 +108,7 @@ class PreviousUpdate:
         if prediction.reason and not prediction.is_seen_in_scores:
             self.keep_nothing(step.number, prediction.reason)
             return prediction
-        weights = step.gradients.weights
+        weights = step.weights
         unrounded = rounded = self._write_over(update)
         if unrounded is not None and step.optimizer.rounding_reason:
             by_name = self._layout.by_name(unrounded)

@@ -21,7 +21,6 @@ from rl_training.step.reasons import Fixes, Reasons
 class Gradients:
     """The step's training gradient before clipping: this rank's entries of each parameter, (n,), by name."""
 
-    weights: Mapping[str, Tensor]  # before the step
     mean: Mapping[str, Tensor]  # over microbatches and ranks, as the optimizer gets it
     layout: Layout
     # Neither of the next two may be used if `reasons.no_folds` is set; they may be present.
@@ -36,6 +35,7 @@ class StepData:
 
     number: int  # counted from 1: the `step` in this optimizer step's log line
     batch: Batch
+    weights: Mapping[str, Tensor]  # this rank's entries of each parameter, (n,), by name
     gradients: Gradients
     optimizer: OptimizerView
     reasons: Reasons

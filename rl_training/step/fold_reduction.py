@@ -58,18 +58,18 @@ class FoldReduction:
         self.drop()
         self._exchange.close()
 
-    def backward(self, receiver: Receiver, fresh: Scores, weights: LossWeights, keep_graph: bool = False) -> None:
+    def backward(self, receiver: Receiver, fresh: Scores, loss_weights: LossWeights, keep_graph: bool = False) -> None:
         """Hand Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of every rank's rows to `receiver`. Collective.
 
         Args:
             receiver: Takes the gradients bucket by bucket.
             fresh: Scores of some rows, with graph. Not empty on any rank.
-            weights: c and d of these rows.
+            loss_weights: c and d of these rows.
             keep_graph: Allow another backward through the same scores.
         """
         self.arm(receiver, consume=True)
         try:
-            gradients = self.shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
+            gradients = self.shard.backward(*outputs_and_weights(fresh, loss_weights), keep_graph)
             if self._can_skip_hooks:
                 self._pending.replace(gradients)
             self.finish()

@@ -115,16 +115,16 @@ class StepAndFormula(Seen):
         assert step.optimizer.states is not None
         norm = torch.stack([gradient.norm() for gradient in step.gradients.mean.values()]).norm()
         scale = min(1.0, step.optimizer.max_grad_norm / (float(norm) + 1e-6))
-        self._before = {name: p.detach().clone() for name, p in step.gradients.weights.items()}
+        self._before = {name: p.detach().clone() for name, p in step.weights.items()}
         self._said = {
             name: step.optimizer.states[name].delta(p.detach(), scale * step.gradients.mean[name]).total
-            for name, p in step.gradients.weights.items()
+            for name, p in step.weights.items()
         }
         return reading
 
     def after_step(self, ctx: Any, reading: Reading) -> Reading:
         step = ctx.step
-        done = torch.cat([(p.detach() - self._before[name]).flatten() for name, p in step.gradients.weights.items()])
+        done = torch.cat([(p.detach() - self._before[name]).flatten() for name, p in step.weights.items()])
         self.pairs.append((done, torch.cat([said.flatten() for said in self._said.values()])))
         return reading
 

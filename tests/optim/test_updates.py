@@ -164,8 +164,7 @@ def advance(
     history: PreviousUpdate, number: int, update: StepUpdate | None, weights: dict[str, Tensor]
 ) -> EntropyPrediction:
     """Put a step's δθ in the place of the last one."""
-    gradients, optimizer = SimpleNamespace(weights=weights), SimpleNamespace(rounding_reason=None)
-    step: Any = SimpleNamespace(number=number, gradients=gradients, optimizer=optimizer)
+    step: Any = SimpleNamespace(number=number, weights=weights, optimizer=SimpleNamespace(rounding_reason=None))
     return history.advance(step, EntropyPrediction(EntropySettings(), labels=()), update)
 
 

@@ -144,7 +144,6 @@ class Loop:
         fold_sizes = torch.tensor([len(part) for part in rows], dtype=torch.float64)
         self.recorder.complete(fold_sizes, self.shard.gradients(), ALONE)
         gradients = Gradients(
-            self.shard.weights(),
             self.shard.gradients(),
             self.layout,
             by_fold=None,

@@ -33,7 +33,7 @@ class Answers(Kept, GradientNoiseScaleProbe):
         step = ctx.step
         if step.number == 1:
             trained = dict(ctx.policy.model.named_parameters())
-            self.parameters = {name: trained[name].detach().double().clone() for name in step.gradients.weights}
+            self.parameters = {name: trained[name].detach().double().clone() for name in step.weights}
             self.rollout = copy.deepcopy(step.batch.rollout)
         return super().measure(ctx, state)
 

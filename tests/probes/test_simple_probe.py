@@ -216,12 +216,12 @@ def test_the_step_of_each_known_optimizer_is_the_change_of_the_parameters(make_t
         def measure(self, ctx: Any, state: Any) -> Reading:
             step = ctx.step
             reading = super().measure(ctx, state)
-            self.before = {n: w.clone() for n, w in step.gradients.weights.items()}
+            self.before = {n: w.clone() for n, w in step.weights.items()}
             return reading
 
         def after_step(self, ctx: Any, reading: Reading) -> Reading:
             step = ctx.step
-            self.change = torch.cat([w - self.before[n] for n, w in step.gradients.weights.items()])
+            self.change = torch.cat([w - self.before[n] for n, w in step.weights.items()])
             return reading
 
     policy, watch = load_tiny()[0].double(), Watch()

@@ -40,14 +40,14 @@ class Recorder(Probe):
 
     def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
-        self._before = {name: p.detach().clone() for name, p in step.gradients.weights.items()}
+        self._before = {name: p.detach().clone() for name, p in step.weights.items()}
         gradient = torch.cat([g.flatten() for g in step.gradients.mean.values()]).clone()
         SEEN[step.number] = {"rollout": step.batch.rollout, "gradient": gradient}
         return Reading(measured={"recorder/steps": Estimate(float(len(SEEN)))})
 
     def after_step(self, ctx: StepContext, reading: Reading) -> Reading:
         step = ctx.step
-        change = [(p.detach() - self._before[name]).flatten() for name, p in step.gradients.weights.items()]
+        change = [(p.detach() - self._before[name]).flatten() for name, p in step.weights.items()]
         SEEN[step.number]["delta"] = torch.cat(change)
         return reading
 

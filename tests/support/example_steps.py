@@ -140,8 +140,8 @@ def step_of(
     step = StepData(
         number=number,
         batch=batch,
+        weights=shard.weights(),
         gradients=Gradients(
-            shard.weights(),
             {name: gradient.flatten() for name, gradient in mean.items()},
             shard.layout,
             None if by_fold is None else fold_vectors_of(shard.layout, by_fold),

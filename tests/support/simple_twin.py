@@ -61,12 +61,12 @@ class Recorder(Probe):
 
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        states = [step.optimizer.states[name] for name in step.gradients.weights]
+        states = [step.optimizer.states[name] for name in step.weights]
         self.steps.append(
             Snapshot(
                 step=step.number,
-                sizes={name: p.numel() for name, p in step.gradients.weights.items()},
-                parameters=flat(step.gradients.weights.values()),
+                sizes={name: p.numel() for name, p in step.weights.items()},
+                parameters=flat(step.weights.values()),
                 moments=Moments(
                     flat(s.exp_avg for s in states), flat(s.exp_avg_sq for s in states), int(states[0].step)
                 ),
@@ -81,7 +81,7 @@ class Recorder(Probe):
 
     def after_step(self, ctx: Any, reading: Reading) -> Reading:
         step = ctx.step
-        self.steps[-1].update = flat(step.gradients.weights.values()) - self.steps[-1].parameters
+        self.steps[-1].update = flat(step.weights.values()) - self.steps[-1].parameters
         return reading
 
 

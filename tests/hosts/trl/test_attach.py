@@ -53,12 +53,12 @@ class Witness(Seen):
         step = ctx.step
         reading = super().measure(ctx, state)
         self.heard.append(("measure", step.number))
-        self.before = {name: weight.clone() for name, weight in step.gradients.weights.items()}
+        self.before = {name: weight.clone() for name, weight in step.weights.items()}
         return reading
 
     def after_step(self, ctx: Any, reading: Reading) -> Reading:
         step = ctx.step
-        moved = any(not torch.equal(w, self.before[name]) for name, w in step.gradients.weights.items())
+        moved = any(not torch.equal(w, self.before[name]) for name, w in step.weights.items())
         self.heard.append(("after", moved))
         return reading
 
