@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.probe import Probe
 from rl_training.engine.step_result import StepResult
 from rl_training.errors import UserError
 from rl_training.hosts.sequence_rows import sequence_rows
@@ -25,7 +24,7 @@ class EstimateWriter:
     """Writes the results of each step to the records, on rank 0, and holds the latest estimates, on every rank.
 
     Args:
-        probes: The probes of the training.
+        driver: Runs the probes.
         records: Where to write. None writes nothing.
         decode: Returns the text of a tensor of token ids.
         longer_responses: Advice: what lets responses get longer in this loop.
@@ -33,12 +32,13 @@ class EstimateWriter:
 
     def __init__(
         self,
-        probes: Sequence[Probe],
+        driver: StepDriver,
         records: Records | None,
         decode: Callable[[Tensor], str],
         longer_responses: str = "allow longer ones",
     ) -> None:
-        self._probes, self._decode = probes, decode
+        self._driver, self._decode = driver, decode
+        self.probes = driver.probes
         self._warnings = StepWarnings(longer_responses)
         self.records = records if all_ranks().number == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, each from the last step that measured it
@@ -57,14 +57,13 @@ class EstimateWriter:
         self._warnings.begin()
         self.records = records
 
-    def finish(self, driver: StepDriver, number: int) -> StepResult:
+    def finish(self, number: int) -> StepResult:
         """End the driver's step, warn of it, write it, and return what it leaves. Collective if a probe measured it.
 
         Args:
-            driver: Runs the probes.
             number: The optimizer step.
         """
-        result = driver.finish()
+        result = self._driver.finish()
         self._warnings.warn(number, result)
         self._write(number, result)
         return result
@@ -104,7 +103,7 @@ class EstimateWriter:
     def write_missing(self, number: int, reason: str) -> None:
         """Write nan with this reason for every estimate of a step that is not measured because measuring has ended."""
         missing = Estimate.missing(reason)
-        for probe in self._probes:
+        for probe in self.probes:
             if probe.measures_at(number):
                 names = self.names.get(probe.name) or [probe.name]
                 self._write_estimates(number, probe.name, dict.fromkeys(names, missing))

@@ -106,7 +106,7 @@ def test_training_with_probes_and_flash_attention_is_bitwise_training_without_th
 
 def test_measurements_are_in_ieee_fp32_where_training_is_in_tf32(make_trainer, device: str, request) -> None:
     trainer = make_trainer(probes=[SimpleEntropyProbe()], use_cpu=device == "cpu", **FEW)
-    policy = trainer.attachment._policy
+    policy = trainer.attachment._measured.policy
     rollout = policy.sample(8, seed=1)
     exact = policy.score_rollout(rollout)
     request.getfixturevalue("rounded_products")
@@ -187,5 +187,5 @@ def test_measuring_restores_the_random_state_of_the_device(make_trainer: MakeTra
     trainer = make_trainer(probes=[SimpleEntropyProbe()], use_cpu=device == "cpu", **FEW)
     state = torch.cuda.get_rng_state if device == "cuda" else torch.get_rng_state
     before = state()
-    trainer.attachment._policy.sample(8, seed=1)
+    trainer.attachment._measured.policy.sample(8, seed=1)
     assert torch.equal(state(), before)

@@ -122,7 +122,7 @@ def sampled(trainer: GRPOTrainer) -> list[dict[str, torch.Tensor]]:
 
 def forget_what_vllm_sampled_from(trainer: GRPOTrainer) -> None:
     """Show probes rollouts as if the trainer's policy had sampled them."""
-    rollouts = trainer.attachment._rollouts
+    rollouts = trainer.attachment._measured.rollouts
     read = rollouts.read
     rollouts.read = lambda inputs: dataclasses.replace(read(inputs), sampling_logps=None)
 

@@ -41,7 +41,7 @@ class MeasuredLoop:
         self._loop = loop
         self._policy = loop.policy
         self._driver.refuse_impossible_folds(sum(loop.sizes), loop.responses_per_prompt, loop.ranks.count)
-        self._writer = EstimateWriter(self._driver.probes, as_records(records), loop.policy.decode)
+        self._writer = EstimateWriter(self._driver, as_records(records), loop.policy.decode)
         self._claim = FolderClaim(self._writer.records)
         self._undo = contextlib.ExitStack()
         self._progress = LoopProgress()
@@ -132,7 +132,7 @@ class MeasuredLoop:
             self._progress = self._progress.in_phase(Phase.BETWEEN_STEPS)
 
     def _finish_step(self, number: int) -> None:
-        result = self._writer.finish(self._driver, number)
+        result = self._writer.finish(number)
         self._metrics |= self._writer.write_line(number, self._metrics, result)
 
     def microbatch(

@@ -3,6 +3,7 @@
 Read in this order. What `attach` does:
 
     attachment.py        what is put on a trainer and removed again, by wrapping.py: the objects and their lives
+    measured_trainer.py  the trainer as probes see it: its policy, its rollouts, its loss
     options.py           the options of `attach`, of its command and of DrGRPOTrainer
     training_callback.py begins and ends each training, a Training of training.py; announcements.py has its words
     guard.py             what an error of the measuring ends, and what not

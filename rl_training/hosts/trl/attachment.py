@@ -9,8 +9,9 @@ An attachment may see several trainings. Its objects, and who ends them:
     Training           one training, until the next one: its step, what it resumes, why its measuring ended, and its end
     StepDriver         runs the probes. StepHooks starts it with each training, and `remove` closes it
     Destination        where trainings write. Its folder is chosen and locked with each training, until it has ended
-    Guard, TrainerLog, CheckpointHooks, EstimateWriter
-                       stay for all trainings, and are given each one
+    MeasuredTrainer    the trainer as probes see it: its policy, its rollouts, its loss
+    Guard              has the current Training, also for TrainerLog and CheckpointHooks; like EstimateWriter, they
+                       stay for all trainings
 
 Whatever of them fails, the trainer trains on and gets its methods back: see guard.py.
 """
@@ -40,20 +41,18 @@ from rl_training.hosts.trl.hooks.checkpoint import CheckpointHooks
 from rl_training.hosts.trl.hooks.loss import LossHook
 from rl_training.hosts.trl.hooks.rollout import RolloutHooks
 from rl_training.hosts.trl.hooks.training_step import StepHooks
+from rl_training.hosts.trl.measured_trainer import MeasuredTrainer
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.output.destination import Destination
-from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.refusals import refuse_a_running_training, refuse_what_cannot_be_measured
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import batches
-from rl_training.hosts.trl.rollouts.current import Rollouts
 from rl_training.hosts.trl.settings.rollout_shape import sequences_per_step
 from rl_training.hosts.trl.settings.whole_prompts import (
     prepare_whole_prompts,
     refuse_split_prompts,
     whole_prompts_only_reorder,
 )
-from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.trainer_log import TrainerLog, is_dashboard
 from rl_training.hosts.trl.training_callback import TrainingCallback
 from rl_training.hosts.trl.wrapping import wrap
@@ -77,32 +76,13 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
         self._options = options
         self.driver = _make_driver(trainer, probes, options)
         self.probes = self.driver.probes
-        self._policy = TrainerPolicy(trainer)
-        self._rollouts = Rollouts(trainer, self._policy)
-        self._loss = TrainedLoss(trainer, self._policy, options.interventions, options.spelling)
-        self._writer = EstimateWriter(self.probes, destination.records, self._policy.decode, options.longer_responses)
-        self._guard = Guard(
-            self.driver,
-            self._writer,
-            training_needs_measurements=options.training_needs_measurements,
-            strict=options.strict,
-        )
-        self._log = TrainerLog(trainer, self._writer, self._guard, shows_all=options.metrics == "all")
-        self._step_hooks = StepHooks(
-            trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, options
-        )
-        self._checkpoint_hooks = CheckpointHooks(trainer, self.driver, self._guard)
-        self._callback = TrainingCallback(
-            trainer,
-            self.driver,
-            self._writer,
-            self._guard,
-            self._step_hooks,
-            self._checkpoint_hooks,
-            self._log,
-            destination,
-            options,
-        )
+        self._measured = measured = MeasuredTrainer.of(trainer, options)
+        decode = measured.policy.decode
+        self._writer = writer = EstimateWriter(self.driver, destination.records, decode, options.longer_responses)
+        self._guard = guard = Guard(self.driver, writer, options)
+        self._log = TrainerLog(trainer, writer, guard, shows_all=options.metrics == "all")
+        self._step_hooks = StepHooks(measured, self.driver, guard)
+        self._callback = TrainingCallback(measured, self._step_hooks, guard, writer, self._log, destination)
         self._alerts = Alerts(destination) if options.alerts else None
         self._ends_with_training = not options.keep_attached  # False in a `with` block, whose end removes the probes
         self._is_removed = False
@@ -114,20 +94,11 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
         They pass on every argument: a subclass may have parameters that TRL's method lacks.
         """
         hooks = {
-            **RolloutHooks(self._trainer, self.driver, self._rollouts, self._loss).hooks(),
-            **LossHook(
-                self._trainer,
-                self.driver,
-                self._policy,
-                self._rollouts,
-                self._loss,
-                self._guard,
-                self._writer,
-                self._options,
-            ).hooks(),
+            **RolloutHooks(self._measured, self.driver).hooks(),
+            **LossHook(self._measured, self.driver, self._guard, self._writer).hooks(),
             **self._step_hooks.hooks(),
         }
-        of_checkpoints = self._checkpoint_hooks.hooks()
+        of_checkpoints = CheckpointHooks(self._trainer, self.driver, self._guard).hooks()
         wrappers = {name: self._guard.around(hook) for name, hook in hooks.items()}
         wrappers |= {name: self._guard.around(hook, always=True) for name, hook in of_checkpoints.items()}
         wrappers["train"] = self.on_train
@@ -177,7 +148,7 @@ class Attachment(contextlib.AbstractContextManager["Attachment"]):
     @property
     def loss_settings(self) -> LossSettings:
         """The settings of the loss that training uses, interventions included."""
-        return self._loss.settings
+        return self._measured.loss.settings
 
     def _repr_html_(self) -> str:
         """Return the report for display in a notebook, in a self-contained frame."""

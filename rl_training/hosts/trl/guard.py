@@ -24,6 +24,7 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.training import Training
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.failure import FAILURE_FILE, write_failure
@@ -46,27 +47,28 @@ class Guard:
     Args:
         driver: Closed when measuring ends.
         writer: Its records get the traceback.
-        training_needs_measurements: Whether training depends on measurements. Errors then always end training.
-        strict: Whether errors end training. None reads the environment variable STRICT.
+        options: The options of the attachment. With `strict`, or if training depends on measurements, errors end it;
+            where `strict` is None, the environment variable STRICT decides.
+
+    Attributes:
+        training: The current training, for all that measure, log or save.
     """
 
-    def __init__(
-        self, driver: StepDriver, writer: EstimateWriter, *, training_needs_measurements: bool, strict: bool | None
-    ) -> None:
+    def __init__(self, driver: StepDriver, writer: EstimateWriter, options: Options) -> None:
         self._driver = driver
         self._writer = writer
-        is_strict = os.environ.get(STRICT) == "1" if strict is None else strict
-        self._raises = training_needs_measurements or is_strict
-        self._training = Training()  # none yet
+        is_strict = os.environ.get(STRICT) == "1" if options.strict is None else options.strict
+        self._raises = options.training_needs_measurements or is_strict
+        self.training = Training()  # none yet
 
     def begin(self, training: Training) -> None:
         """Begin a training. It is measured even if an error ended the measuring of an earlier one."""
-        self._training = training
+        self.training = training
 
     @property
     def reason(self) -> str:
         """Why measuring ended before training did, in words. Empty while it has not."""
-        return self._training.measuring_ended
+        return self.training.measuring_ended
 
     def around(self, hook: Hook, *, always: bool = False) -> Callable[..., Any]:
         """Return the wrapper of a method, for `wrap`, that runs a hook around each call.
@@ -118,7 +120,7 @@ class Guard:
         try:
             yield
         except Exception as error:
-            if self._raises or (isinstance(error, UserError) and not self._training.step):
+            if self._raises or (isinstance(error, UserError) and not self.training.step):
                 raise
             if all_ranks().count > 1:
                 error.add_note(ENDS_TRAINING)
@@ -145,7 +147,7 @@ class Guard:
 
     def _end(self, error: Exception) -> None:
         """End the measuring because of an error, with a warning. Of later errors only the first gets a warning."""
-        training = self._training
+        training = self.training
         if self.reason:
             if not training.has_warned_again:
                 logger.warning(
@@ -169,10 +171,10 @@ class Guard:
 
     def write_early_error(self) -> None:
         """Write the error that has ended measuring before there were records, as when a checkpoint is loaded."""
-        error = self._training.early_error
+        error = self.training.early_error
         if error is not None and self._writer.records is not None:
             write_failure(self._writer.records.folder, self.reason, error)
-        self._training.early_error = None
+        self.training.early_error = None
 
 
 def _begin(observed: Generator[None, Any, Any]) -> Generator[None, Any, Any]:

@@ -4,42 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 
-from trl import GRPOTrainer
-
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.loss_info import OTHER_TERMS
-from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.measured_trainer import MeasuredTrainer
 from rl_training.hosts.trl.settings.fixes import fixes_of
 from rl_training.hosts.trl.settings.rollout_shape import steps_per_rollout
 from rl_training.hosts.trl.settings.sampling import fresh_responses_reason, sampling_reason
-from rl_training.hosts.trl.settings.spelling import Spelling
 from rl_training.hosts.trl.settings.whole_prompts import whole_prompts_fix
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.versions import of_trainer
 from rl_training.parallel.ranks import all_ranks
-from rl_training.step.batch import LossSettings
 from rl_training.step.reasons import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Reasons
 
 
-def loop_spec_of(
-    trainer: GRPOTrainer,
-    policy: TrainerPolicy,
-    settings: LossSettings,
-    *,
-    whole_prompts: bool,
-    spelling: Spelling,
-    opening: str,
-) -> LoopSpec:
+def loop_spec_of(measured: MeasuredTrainer, opening: str) -> LoopSpec:
     """Return what the driver must know about a training that is about to begin.
 
     Args:
-        trainer: The trainer.
-        policy: Scores and samples as the trainer does.
-        settings: Settings of the loss that training uses.
-        whole_prompts: Whether all responses to a prompt are kept in consecutive rows.
-        spelling: Names settings in advice.
+        measured: The trainer.
         opening: The first line of what is announced when training begins.
     """
+    trainer, policy, settings = measured.trainer, measured.policy, measured.loss.settings
+    spelling, whole_prompts = measured.options.spelling, measured.options.whole_prompts
     args = trainer.args
     fixes = fixes_of(settings, spelling)
     is_reused = args.num_iterations > 1 and steps_per_rollout(args) > 1

@@ -18,7 +18,6 @@ from trl import GRPOTrainer
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.members import REWRITE_LOGS
-from rl_training.hosts.trl.training import Training
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.records.core_metrics import CORE
 from rl_training.vocabulary import ENGINE
@@ -32,7 +31,7 @@ class TrainerLog:
     Args:
         trainer: The trainer.
         writer: Has the records and the names of the estimates.
-        guard: Runs what chooses the numbers that are shown.
+        guard: Knows the current training, and runs what chooses the numbers that are shown.
         shows_all: Whether the log gets all numbers, or only the core.
     """
 
@@ -44,11 +43,9 @@ class TrainerLog:
         # TRL's list of each metric, and how many values it had when the last step ended.
         self._seen: dict[str, tuple[list[float], int]] = {}
         self._line: dict[str, Any] = {}  # line of the current step once it has ended, until it is written
-        self._training = Training()  # none yet
 
-    def begin(self, training: Training) -> None:
+    def begin(self) -> None:
         """Start afresh when training begins."""
-        self._training = training
         self._seen = {}
         self._line = {}
 
@@ -74,7 +71,7 @@ class TrainerLog:
         """Write the line of a step that the trainer logs."""
         if self._writer.records is None:
             return
-        numbers = self._line if step == self._training.step else {}
+        numbers = self._line if step == self._guard.training.step else {}
         self._line = {}
         self._writer.records.write_metrics(step, {**logs, **numbers})
 
@@ -88,7 +85,7 @@ class TrainerLog:
         line = self._line
         self._line = {}  # before it is written: a line that cannot be written is not tried again
         if line and self._writer.records is not None:
-            self._writer.records.write_metrics(self._training.step, line)
+            self._writer.records.write_metrics(self._guard.training.step, line)
 
     def _new_means(self) -> dict[str, float]:
         """Return the means of the training metrics that TRL has collected since the last step ended."""

@@ -19,17 +19,13 @@ from typing import Any
 
 from transformers import TrainerCallback
 from transformers.utils import logging
-from trl import GRPOTrainer
 
-from rl_training.engine.driver import StepDriver
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import announcements
 from rl_training.hosts.trl.guard import Guard
-from rl_training.hosts.trl.hooks.checkpoint import CheckpointHooks
 from rl_training.hosts.trl.hooks.training_step import StepHooks
-from rl_training.hosts.trl.hooks.unseen_loss import refuse_an_unchanged_loss
-from rl_training.hosts.trl.options import Options
+from rl_training.hosts.trl.measured_trainer import MeasuredTrainer
 from rl_training.hosts.trl.output.destination import Destination
 from rl_training.hosts.trl.settings.recorded import settings_of_trainer
 from rl_training.hosts.trl.trainer_log import TrainerLog
@@ -43,15 +39,12 @@ class TrainingCallback(TrainerCallback):
     """Begins, reports and ends one training after the other.
 
     Args:
-        trainer: The trainer.
-        driver: Runs the probes.
+        measured: The trainer.
+        step_hooks: Report the training and its steps to the driver.
+        guard: Runs measuring code of the current training.
         writer: Writes the estimates.
-        guard: Runs measuring code.
-        step_hooks: Start the driver with a training.
-        checkpoint_hooks: Save and load the states of probes.
         log: Writes the lines of metrics.jsonl.
         destination: Where trainings write.
-        options: The options of the attachment.
 
     Attributes:
         has_run: Whether `train()` was called.
@@ -60,33 +53,26 @@ class TrainingCallback(TrainerCallback):
 
     def __init__(
         self,
-        trainer: GRPOTrainer,
-        driver: StepDriver,
-        writer: EstimateWriter,
-        guard: Guard,
+        measured: MeasuredTrainer,
         step_hooks: StepHooks,
-        checkpoint_hooks: CheckpointHooks,
+        guard: Guard,
+        writer: EstimateWriter,
         log: TrainerLog,
         destination: Destination,
-        options: Options,
     ) -> None:
-        self._trainer = trainer
-        self._driver = driver
-        self._writer = writer
-        self._guard = guard
+        self._trainer = measured.trainer
+        self.options = measured.options
         self._step_hooks = step_hooks
-        self._checkpoint_hooks = checkpoint_hooks
+        self._guard = guard
+        self._writer = writer
         self._log = log
         self._destination = destination
-        self.options = options
         self.has_run = False
         self._has_stepped = False  # in any training
-        self._begin(Training())  # whose `train()` nobody has called yet
 
-    def _begin(self, training: Training) -> None:
-        self._training = training
-        for part in (self._guard, self._log, self._checkpoint_hooks):
-            part.begin(training)
+    @property
+    def _training(self) -> Training:
+        return self._guard.training
 
     # --- around a training --------------------------------------------------------------------------------------------
 
@@ -96,14 +82,15 @@ class TrainingCallback(TrainerCallback):
         with self._guard.watching():
             self.end(None)  # an earlier training in the same `with` block
         self.has_run = True
-        self._begin(Training())
+        self._guard.begin(Training())
+        self._log.begin()
         self._writer.begin_training(None)  # until its folder is locked
         try:
             yield
         except BaseException as error:
             self._training.failure = announcements.how_it_ended(self._trainer, error)
             # The step fails at once: the trainer may train again before a `with` block ends.
-            for end in (self._driver.fail_step, self._write_last_line):
+            for end in (self._step_hooks.fail, self._write_last_line):
                 with self._guard.after_error(error):
                     end()
             with self._guard.after_error(error):
@@ -174,11 +161,9 @@ class TrainingCallback(TrainerCallback):
             with self._guard.watching():
                 settings = settings_of_trainer(self._trainer, self.options.recorded)
                 if self._training.output is not None:
-                    self._training.output.write_config(settings, self._driver.probes)
-                # Records alone suit trainers whose shards probes cannot read.
-                if self._driver.is_needed and not self._guard.reason:
-                    opening = announcements.opening_line(self._driver.probes, self._destination.output)
-                    self._step_hooks.begin(opening, self._training.resumed.states)
+                    self._training.output.write_config(settings, self._writer.probes)
+                if not self._guard.reason:
+                    self._step_hooks.begin(self._destination.output, self._training.resumed.states)
             with self._guard.watching():
                 self._training.begin_records(state.global_step, settings)
                 self._guard.write_early_error()
@@ -186,7 +171,7 @@ class TrainingCallback(TrainerCallback):
     def _refuse_restart(self, state: Any) -> None:
         """Raise UserError if a second training would go on with the records and running sums of the first."""
         would_restart = self._has_stepped and state.global_step == 0 and not self._destination.has_own_folders
-        if would_restart and (self._driver.probes or self._destination.records is not None):
+        if would_restart and (self._writer.probes or self._destination.records is not None):
             anew = "make a new trainer" if self.options.keep_attached else "remove() these probes and attach new ones"
             raise UserError(
                 "this trainer has trained before, so its records and running sums would restart midway: continue "
@@ -209,18 +194,15 @@ class TrainingCallback(TrainerCallback):
             self._end_if_told()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Perhaps someone has replaced training_step, which is wrapped.
-        is_seen = self._driver.has_step and not self._driver.awaits_gradients
-        if self.options.training_needs_measurements and not is_seen:
-            refuse_an_unchanged_loss(self._trainer, self.options)
+        self._step_hooks.refuse_an_unseen_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._guard.attempt(self._driver.stepped)
+        self._guard.attempt(self._step_hooks.stepped)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._has_stepped = True
         step = state.global_step
-        result = self._guard.attempt(lambda: self._writer.finish(self._driver, step))
+        result = self._guard.attempt(lambda: self._writer.finish(step))
         with self._guard.watching():
             if self._guard.reason:
                 self._writer.write_missing(step, self._guard.reason)
@@ -238,6 +220,6 @@ class TrainingCallback(TrainerCallback):
             self._end_if_told()  # an evaluation may last longer than a step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for end in (self._step_hooks.end, self._log.flush, self._driver.end):
+        for end in (self._step_hooks.end, self._log.flush, self._step_hooks.release):
             with self._guard.watching():
                 end()

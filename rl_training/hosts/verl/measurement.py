@@ -55,8 +55,7 @@ class Measurement:
     def __init__(
         self, loop: LoopSpec, settings: TrainingSettings, end_tokens: Sequence[int], resumed_from: Path | None
     ) -> None:
-        probes = make_probes(settings["probes"])
-        self.driver = StepDriver(probes)
+        self.driver = StepDriver(make_probes(settings["probes"]))
         self._loop, self._settings, self._end_tokens = loop, settings, end_tokens
         self._number = 0  # of the latest optimizer step, made or skipped
         self._rollout_number = 0  # of the rollout that it learned from
@@ -73,7 +72,7 @@ class Measurement:
         if records is not None:
             recorded = {**settings_of_loop(loop), **settings["recorded"], MADE_BY: VERL}
             records.start(after_step=self._number, settings=recorded)
-        self._writer = EstimateWriter(probes, records, loop.policy.decode)
+        self._writer = EstimateWriter(self.driver, records, loop.policy.decode)
         self.driver.start(loop, states)
 
     def begin(self, rollout: RolloutFacts, microbatch_sizes: Callable[[], Sequence[int]]) -> None:
@@ -162,7 +161,7 @@ class Measurement:
         Args:
             outputs: What verl's `train_batch` returns.
         """
-        result, ranks = self._writer.finish(self.driver, self._number), self._loop.ranks
+        result, ranks = self._writer.finish(self._number), self._loop.ranks
         local_loss = torch.tensor(outputs["loss"], device=self._loop.shard.layout.device).sum()
         loss = float(ranks.reduce(local_loss)) / ranks.count
         self._metrics["training/global_step"] = self._rollout_number

@@ -11,6 +11,7 @@ from pretend_gpu import GPU, PretendGpu
 
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.hooks.loss import LossHook
+from rl_training.hosts.trl.measured_trainer import MeasuredTrainer
 from rl_training.hosts.trl.options import Options
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.rollouts import current as rollouts_module
@@ -57,8 +58,9 @@ def test_a_rollout_takes_one_wait_and_a_microbatch_that_nothing_reads_takes_none
     )  # fmt: skip
     writer: Any = SimpleNamespace(wants_rollouts_of=lambda step: False)
     loss_without_interventions: Any = SimpleNamespace(interventions=(), settings=None)
-    guard = Guard(driver, writer, training_needs_measurements=False, strict=True)
-    hook = LossHook(rollouts._trainer, driver, NONE, rollouts, loss_without_interventions, guard, writer, Options())
+    guard = Guard(driver, writer, Options(strict=True))
+    measured = MeasuredTrainer(rollouts._trainer, NONE, rollouts, loss_without_interventions, Options())
+    hook = LossHook(measured, driver, guard, writer)
     compute_loss = guard.around(hook.around_loss)
     with PretendGpu() as gpu:
         output = batch_on_gpu()

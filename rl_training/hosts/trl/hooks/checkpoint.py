@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
 from rl_training.hosts.trl.guard import Guard, Hook
-from rl_training.hosts.trl.training import Resumed, Training
+from rl_training.hosts.trl.training import Resumed
 from rl_training.hosts.trl.versions import argument_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.checkpoint_states import load_probe_states, read_notes, save_probe_states
@@ -24,18 +24,13 @@ class CheckpointHooks:
     Args:
         trainer: The trainer.
         driver: Has the states of the probes.
-        guard: Says whether measuring has ended.
+        guard: Knows the current training, and whether its measuring has ended.
     """
 
     def __init__(self, trainer: GRPOTrainer, driver: StepDriver, guard: Guard) -> None:
         self._trainer = trainer
         self._driver = driver
         self._guard = guard
-        self._training = Training()  # none yet
-
-    def begin(self, training: Training) -> None:
-        """Begin a training, whose checkpoints these are from now on."""
-        self._training = training
 
     def hooks(self) -> dict[str, Hook]:
         """Return the hook around each trainer method, by the method's name. They run even if measuring has ended."""
@@ -57,7 +52,7 @@ class CheckpointHooks:
 
     def _save(self, states: Mapping[str, Any], checkpoint: Path) -> None:
         ranks = all_ranks()
-        save_probe_states(states, checkpoint, ranks.count, ranks.number, self._training.run_id)
+        save_probe_states(states, checkpoint, ranks.count, ranks.number, self._guard.training.run_id)
 
     def around_save_rng_state(self, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
         yield
@@ -68,6 +63,7 @@ class CheckpointHooks:
         yield
         checkpoint = argument_of("checkpoint", "_load_optimizer_and_scheduler", args, kwargs)
         if checkpoint is not None:
-            self._training.resumed = Resumed(read_notes(Path(checkpoint)).get("run", ""))
+            training = self._guard.training
+            training.resumed = Resumed(read_notes(Path(checkpoint)).get("run", ""))
             states = load_probe_states(self._driver.initial_states(), Path(checkpoint))
-            self._training.resumed = dataclasses.replace(self._training.resumed, states=states)
+            training.resumed = dataclasses.replace(training.resumed, states=states)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_info import LossInfo
@@ -17,14 +16,11 @@ from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl.guard import Guard, Hook
 from rl_training.hosts.trl.hooks.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, LossScores, ScoringCalls
 from rl_training.hosts.trl.hooks.unseen_loss import refuse_an_unchanged_loss
+from rl_training.hosts.trl.measured_trainer import MeasuredTrainer
 from rl_training.hosts.trl.members import FORWARD_PASS
-from rl_training.hosts.trl.options import Options
-from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.rollouts import batches
-from rl_training.hosts.trl.rollouts.current import Rollouts
 from rl_training.hosts.trl.rollouts.old_logps import without_own_logps
 from rl_training.hosts.trl.sharding import has_sharded_weights
-from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.versions import argument_of, keep_graph_of_entropies
 from rl_training.hosts.trl.wrapping import wrap
 from rl_training.policy.scores import Scores
@@ -34,35 +30,21 @@ class LossHook:
     """The hook around compute_loss. The trainer's backward runs after it returns and before training_step returns.
 
     Args:
-        trainer: The trainer.
+        measured: The trainer.
         driver: Runs the probes.
-        policy: Scores as the trainer does.
-        rollouts: What is known about the trainer's batches.
-        loss: The trainer's loss with its interventions.
         guard: Runs the hook of the forward pass within the loss.
         writer: Says which steps are recorded.
-        options: The options of the attachment.
     """
 
-    def __init__(
-        self,
-        trainer: GRPOTrainer,
-        driver: StepDriver,
-        policy: TrainerPolicy,
-        rollouts: Rollouts,
-        loss: TrainedLoss,
-        guard: Guard,
-        writer: EstimateWriter,
-        options: Options,
-    ) -> None:
-        self._trainer = trainer
+    def __init__(self, measured: MeasuredTrainer, driver: StepDriver, guard: Guard, writer: EstimateWriter) -> None:
+        self._trainer = measured.trainer
+        self._policy = measured.policy
+        self._rollouts = measured.rollouts
+        self._loss = measured.loss
+        self._options = measured.options
         self._driver = driver
-        self._policy = policy
-        self._rollouts = rollouts
-        self._loss = loss
         self._guard = guard
         self._writer = writer
-        self._options = options
 
     def hooks(self) -> dict[str, Hook]:
         """Return the hook around each trainer method, by the method's name."""

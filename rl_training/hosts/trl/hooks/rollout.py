@@ -5,29 +5,24 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from trl import GRPOTrainer
-
 from rl_training.engine.driver import StepDriver
 from rl_training.hosts.trl.guard import Hook
-from rl_training.hosts.trl.rollouts.current import Rollouts
-from rl_training.hosts.trl.trained_loss import TrainedLoss
+from rl_training.hosts.trl.measured_trainer import MeasuredTrainer
 
 
 class RolloutHooks:
     """The hooks around the methods that generate a rollout. An evaluation of the trainer's is ignored.
 
     Args:
-        trainer: The trainer.
+        measured: The trainer.
         driver: Runs the probes.
-        rollouts: What is known about the trainer's batches.
-        loss: The trainer's loss with its interventions.
     """
 
-    def __init__(self, trainer: GRPOTrainer, driver: StepDriver, rollouts: Rollouts, loss: TrainedLoss) -> None:
-        self._trainer = trainer
+    def __init__(self, measured: MeasuredTrainer, driver: StepDriver) -> None:
+        self._trainer = measured.trainer
+        self._rollouts = measured.rollouts
+        self._loss = measured.loss
         self._driver = driver
-        self._rollouts = rollouts
-        self._loss = loss
 
     def hooks(self) -> dict[str, Hook]:
         """Return the hook around each trainer method, by the method's name."""

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Any
 
-from trl import GRPOTrainer
-
 from rl_training.engine.driver import StepDriver
+from rl_training.hosts.trl import announcements
 from rl_training.hosts.trl.guard import Guard, Hook
 from rl_training.hosts.trl.hooks.unseen_loss import refuse_an_unchanged_loss, warn_of_a_step_without_loss
 from rl_training.hosts.trl.loop_spec import loop_spec_of
-from rl_training.hosts.trl.options import Options
-from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.rollouts.current import Rollouts
-from rl_training.hosts.trl.trained_loss import TrainedLoss
+from rl_training.hosts.trl.measured_trainer import MeasuredTrainer
 from rl_training.hosts.trl.wrapping import wrap
 
 
@@ -27,32 +24,19 @@ class StepHooks:
     """Begins to measure a training, and reports the phases of its steps to the driver.
 
     Args:
-        trainer: The trainer.
+        measured: The trainer.
         driver: Runs the probes.
-        policy: Scores as the trainer does.
-        rollouts: What is known about the trainer's batches.
-        loss: The trainer's loss with its interventions.
         guard: Runs the hooks of the optimizer.
-        options: The options of the attachment.
     """
 
-    def __init__(
-        self,
-        trainer: GRPOTrainer,
-        driver: StepDriver,
-        policy: TrainerPolicy,
-        rollouts: Rollouts,
-        loss: TrainedLoss,
-        guard: Guard,
-        options: Options,
-    ) -> None:
-        self._trainer = trainer
+    def __init__(self, measured: MeasuredTrainer, driver: StepDriver, guard: Guard) -> None:
+        self._measured = measured
+        self._trainer = measured.trainer
+        self._rollouts = measured.rollouts
+        self._loss = measured.loss
+        self._options = measured.options
         self._driver = driver
-        self._policy = policy
-        self._rollouts = rollouts
-        self._loss = loss
         self._guard = guard
-        self._options = options
         self._undo_optimizer = contextlib.ExitStack()
 
     def hooks(self) -> dict[str, Hook]:
@@ -61,24 +45,20 @@ class StepHooks:
 
     # --- a training ---------------------------------------------------------------------------------------------------
 
-    def begin(self, opening: str, states: Mapping[str, Any] | None) -> None:
-        """Begin to measure a training: start the driver, and watch the optimizer until `end`.
+    def begin(self, output: Path | None, states: Mapping[str, Any] | None) -> None:
+        """Begin to measure a training, if anything does: start the driver, and watch the optimizer until `end`.
 
-        Only now are parameters and optimizer final, because some launches shard them in `train()`.
+        Only now are parameters and optimizer final, because some launches shard them in `train()`. Records alone suit
+        trainers whose shards probes cannot read.
 
         Args:
-            opening: The first line of what is announced.
+            output: The folder that is announced. None if there is none.
             states: The states of probes in the checkpoint that training resumes from. None starts from scratch.
         """
+        if not self._driver.is_needed:
+            return
         self._rollouts.mark_leftover_rollout()
-        loop = loop_spec_of(
-            self._trainer,
-            self._policy,
-            self._loss.settings,
-            whole_prompts=bool(self._options.whole_prompts),
-            spelling=self._options.spelling,
-            opening=opening,
-        )
+        loop = loop_spec_of(self._measured, announcements.opening_line(self._driver.probes, output))
         self._driver.start(loop, states)
         if self._trainer.is_deepspeed_enabled:
             engine_step = self._guard.around(self._around_engine_step)
@@ -86,10 +66,18 @@ class StepHooks:
         elif hasattr(loop.shard.optimizer, "_optimizer_step_pre_hooks"):  # one that skips torch's __init__ takes none
             self._undo_optimizer.callback(loop.shard.optimizer.register_step_pre_hook(self._about_to_step).remove)
 
+    def fail(self) -> None:
+        """Discard the current step, if training has ended within it."""
+        self._driver.fail_step()
+
     def end(self) -> None:
         """Stop watching the optimizer. If training has ended within a step, discard that."""
-        self._driver.fail_step()
+        self.fail()
         self._undo_optimizer.close()
+
+    def release(self) -> None:
+        """Free what the ranks share, once training has ended on all of them. Collective."""
+        self._driver.end()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -116,6 +104,16 @@ class StepHooks:
     def _about_to_step(self, *args: Any) -> None:
         """Tell the driver that the optimizer is about to step."""
         self._guard.attempt(self._driver.about_to_step)
+
+    def refuse_an_unseen_step(self) -> None:
+        """Raise UserError for a step of which no gradient was seen, if it needs that: training_step was replaced."""
+        is_seen = self._driver.has_step and not self._driver.awaits_gradients
+        if self._options.training_needs_measurements and not is_seen:
+            refuse_an_unchanged_loss(self._trainer, self._options)
+
+    def stepped(self) -> None:
+        """Tell the driver that the optimizer has stepped."""
+        self._driver.stepped()
 
     def _run_probes_if_ready(self) -> None:
         """Run the probes if all gradients of the step are complete. Skip a step of which no loss was seen."""
