@@ -26,7 +26,6 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl import attach
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.hosts.trl.fill_rollout import start_buffer
-from rl_training.hosts.trl.generation import respond
 from rl_training.hosts.trl.rollouts import batches
 from rl_training.hosts.trl.settings.spelling import COMMAND_LINE
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
@@ -275,7 +274,7 @@ def respond_in_chunks(
     for first in range(restored.rank * chunk, total, chunk * restored.num_ranks):
         rows = range(first, min(first + chunk, total))
         chosen = [data_rows[i]["prompt"] for i in rows]
-        responses = respond(restored.trainer, chosen, seed, RESPONSES, first // chunk)
+        responses = restored.policy.respond(chosen, seed, RESPONSES, first // chunk)
         prompt_ids = prompt_ids + responses[0]
         completion_ids = completion_ids + responses[1]
         row_indices = [*row_indices, *rows]

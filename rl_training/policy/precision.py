@@ -1,4 +1,4 @@
-"""The precision of measurements: IEEE fp32 without dropout and without autocast, whatever training does."""
+"""The precision of measurements, whatever training does: the parts of `Scorer.measuring`, and what rounds even there."""
 
 from __future__ import annotations
 
@@ -20,17 +20,6 @@ from rl_training.policy.rotary import preserve_rotary_tables
 SAME_SCORES = 0.01
 SAME_SCORES_ROUNDED = 0.1  # the same if passes compute in less than fp32
 FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # transformers' other attention implementations may refuse fp32
-
-
-@contextlib.contextmanager
-def measuring(model: nn.Module) -> Iterator[None]:
-    """Make the model calculate as exactly as its weights allow inside the context, then restore everything.
-
-    Run both forward and backward inside it. It does not change whether a graph is built.
-    """
-    device = next(model.parameters()).device.type
-    with ieee_fp32(), without_dropout(model), _attention_in_fp32(model), torch.autocast(device, enabled=False):
-        yield
 
 
 @contextlib.contextmanager
@@ -158,7 +147,7 @@ def _saved_dtypes(node: Any) -> set[torch.dtype]:
     return dtypes
 
 
-def _attention_in_fp32(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def attention_in_fp32(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Return a context in which the model's attention accepts fp32. Flash attention does not, so it is replaced."""
     configs: dict[int, Any] = {
         id(module.config): module.config for module in model.modules() if hasattr(module, "config")

@@ -26,7 +26,7 @@ from rl_training.errors import UserError
 from rl_training.policy.forward import replaced_forward, run_inside_forward
 from rl_training.policy.inputs import ModelInputs, left_padded_inputs, right_padded_inputs
 from rl_training.policy.linear_head import CHUNK_LOGITS, LogitMap, logit_chunks, scores_of_hidden, scores_of_logits
-from rl_training.policy.precision import measuring, rounding_reason
+from rl_training.policy.precision import attention_in_fp32, ieee_fp32, rounding_reason, without_dropout
 from rl_training.policy.rng import preserve_rng
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -149,10 +149,15 @@ class Scorer:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Make scores inside the context measurements: IEEE fp32, no autocast, no dropout. Run backwards in it too."""
+        """Make scores inside the context measurements, as exact as the weights allow; then restore everything.
+
+        They are in IEEE fp32, without autocast and dropout. Run backwards in it too. Graphs are built as outside.
+        """
+        model = self._model
+        autocast_off = torch.autocast(next(model.parameters()).device.type, enabled=False)
         self._measuring += 1
         try:
-            with measuring(self._model):
+            with ieee_fp32(), without_dropout(model), attention_in_fp32(model), autocast_off:
                 yield
         finally:
             self._measuring -= 1

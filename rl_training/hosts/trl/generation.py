@@ -1,4 +1,4 @@
-"""Generates responses as a trainer would, in its own precision and without dropout, and restores what that changes."""
+"""Generates responses with a trainer's model and settings, one batch at a time, and says how large that may be."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from trl import GRPOTrainer
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.versions import of_trainer, tokenizer_of, unwrap_for_generation
 from rl_training.parallel.fsdp import reshard
-from rl_training.policy.precision import measuring
-from rl_training.policy.rng import preserve_rng, seed_torch
 
 KV_CACHE_MEMORY_SHARE = 1 / 8  # share of a GPU's memory for the KV cache of responses that a probe generates
 
@@ -34,25 +32,7 @@ def max_kv_caches(config: Any, tokens: int, memory: float) -> int:
     return max(1, int(KV_CACHE_MEMORY_SHARE * memory) // (2 * 4 * text.num_hidden_layers * heads * width * tokens))
 
 
-def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the token ids of these prompts, and of one response to each, generated in one batch.
-
-    A response depends on the seed, and on the other prompts of the batch.
-    """
-    device = trainer.accelerator.device
-    autocast_forward = vars(trainer.model).pop("forward", None)  # accelerate's wrapper with autocast
-    try:
-        # Not inference mode: tensors that a model caches in it (rotary tables) would break training's next forward.
-        with torch.no_grad(), preserve_rng(device), measuring(trainer.model):
-            prompt_ids = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(list(prompts))[0]]
-            seed_torch(*seed, device=device)
-            return prompt_ids, _generate(trainer, prompt_ids)
-    finally:
-        if autocast_forward is not None:
-            trainer.model.forward = autocast_forward
-
-
-def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
+def generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     """Generate a response to each prompt as TRL does, cut after the first end-of-sequence token."""
     pad = tokenizer_of(trainer).pad_token_id
     ends = of_trainer(trainer, "eos_token_ids")

@@ -11,6 +11,8 @@ the train/eval mode of every module, gradient checkpointing and autocast.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from rl_training.errors import UserError
-from rl_training.hosts.trl.generation import max_responses, respond
+from rl_training.hosts.trl.generation import generate, max_responses
 from rl_training.hosts.trl.settings.rollout_shape import sequences_per_rollout
 from rl_training.hosts.trl.settings.sampling import STREAM
 from rl_training.hosts.trl.sharding import has_sharded_weights
@@ -26,6 +28,7 @@ from rl_training.hosts.trl.versions import tokenizer_of
 from rl_training.parallel.ranks import Ranks, all_ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.policy import Policy, draws_of_rank
+from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
@@ -143,11 +146,29 @@ class TrainerPolicy(Policy):
             # One seed per batch, because a batch uses as many random numbers as its longest response needs.
             indices = batch.tolist()
             number = indices[0] // size
-            return respond(trainer, [prompts[i] for i in indices], seed, 1 + accelerator.process_index, number)
+            return self.respond([prompts[i] for i in indices], seed, 1 + accelerator.process_index, number)
 
         parts = self.run_passes(torch.arange(len(local_draws)).split(size), respond_to)
         prompt_ids, completion_ids = (list(itertools.chain(*ids)) for ids in zip(*parts, strict=True))
         return as_rollout(prompt_ids, completion_ids, local_draws, tokenizer_of(trainer).pad_token_id)
+
+    def respond(self, prompts: Sequence[Any], *seed: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the token ids of these prompts, and of one response to each, generated in one batch, as a measurement.
+
+        A response depends on the seed, and on the other prompts of the batch.
+        """
+        trainer = self._trainer
+        device = trainer.accelerator.device
+        autocast_forward = vars(trainer.model).pop("forward", None)  # accelerate's wrapper with autocast
+        try:
+            # Not inference mode: tensors that a model caches in it (rotary tables) would break training's next forward.
+            with torch.no_grad(), preserve_rng(device), self.measuring():
+                prompt_ids = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(list(prompts))[0]]
+                seed_torch(*seed, device=device)
+                return prompt_ids, generate(trainer, prompt_ids)
+        finally:
+            if autocast_forward is not None:
+                trainer.model.forward = autocast_forward
 
     def decode(self, ids: Tensor) -> str:
         return tokenizer_of(self._trainer).decode(ids, skip_special_tokens=True)
