@@ -109,7 +109,6 @@ def _shifted_scores(
     """Return the scores of some rows with the weights θ + size · direction and θ − size · direction. Collective."""
     policy = passes.policy
     shifts = passes.layout.by_name(direction)
-    assert policy.shard is not None
     current = policy.shard.copy_local_weights()
     rollout = take_rows(batch.rollout, rows)
     scores = []

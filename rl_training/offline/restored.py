@@ -69,8 +69,9 @@ class RestoredTrainer:
     def of(cls, trainer: GRPOTrainer, checkpoint: Path, step: int, policy: TrainerPolicy) -> RestoredTrainer:
         """Return a trainer that holds a checkpoint's weights and optimizer as an analysis uses it."""
         shard = shard_of(trainer)
-        policy.shard = shard
-        passes = Passes(policy, all_ranks(), FoldReduction(shard))
+        ranks = all_ranks()
+        policy.begin(shard, ranks)
+        passes = Passes(policy, ranks, FoldReduction(shard))
         return cls(trainer, checkpoint, step, view_optimizer(shard), policy, passes)
 
     @property

@@ -43,13 +43,19 @@ class Policy(abc.ABC):
         self._batch_size = batch_size
         self.has_text = True  # whether `decode` returns text rather than token ids; the same on all ranks
         self.lockstep_ranks: Ranks | None = None  # the ranks that must run equally many passes; None: passes are local
-        self.shard: Shard | None = None  # set once training has begun
+        self._shard: Shard | None = None  # until `begin`
 
     def begin(self, shard: Shard, ranks: Ranks) -> None:
         """Take what is known once training has begun: how this launch shards the weights, over which ranks."""
-        self.shard = shard
+        self._shard = shard
         self.scorer.layer_rounding = shard.layer_rounding
         self.lockstep_ranks = ranks if shard.gathers_weights else None
+
+    @property
+    def shard(self) -> Shard:
+        """How this launch shards the weights. Known from `begin` on."""
+        assert self._shard is not None, "training has not begun"
+        return self._shard
 
     def score(self, rollout: Rollout, rows: Tensor, *, varentropy: bool = False) -> Scores:
         """Score some rows WITH graph. The scores are as wide as the longest of these rows.
@@ -173,7 +179,6 @@ class Policy(abc.ABC):
         Args:
             entries: This rank's entries, in the form that `shard.copy_local_weights()` returns.
         """
-        assert self.shard is not None
         originals = self.shard.copy_local_weights()
         try:
             self._load(entries)
@@ -182,7 +187,6 @@ class Policy(abc.ABC):
             self._load(originals)
 
     def _load(self, entries: Mapping[str, Tensor]) -> None:
-        assert self.shard is not None
         self.shard.load_local_weights(entries)
         torch.clear_autocast_cache()  # the loop's autocast may have cached half-precision copies of weights
 

@@ -122,7 +122,6 @@ class MeasuredStepProbe(Probe):
             missing = dict.fromkeys(with_sums(names), Estimate.missing(reason))
             return Reading(measured=missing, state=state)
         shard, layout = ctx.policy.shard, ctx.step.gradients.layout
-        assert shard is not None
         is_repeated = state.step >= ctx.step.number
         if state.step and not is_repeated:
             estimates, state = self._changes(ctx, names, rows, state.weights.local(shard), state)
@@ -256,7 +255,6 @@ def log_ratios_to_sampler(rollout: Rollout, rows: Tensor, current: Scores, earli
 def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
     """Return the same as `scores_before`, the earlier ones extrapolated (see the module's docstring). Collective."""
     policy, rollout, current = ctx.policy, take_rows(ctx.step.batch.rollout, rows), ctx.step.batch.scores
-    assert policy.shard is not None
     current_weights = policy.shard.copy_local_weights()
     scores = []
     for steps in (-SPAN, SPAN):
