@@ -203,7 +203,7 @@ class OpenStep:
             "sampling_logps": any(rollout.sampling_logps is not None for rollout in rollouts),
             "old_logps": any(rollout.old_logps is not None for rollout in rollouts),
             "off_policy": not all(rollout.on_policy for rollout in rollouts),
-            "unknown_sampler": any(rollout.sampling_logps is None and not rollout.on_policy for rollout in rollouts),
+            "unknown_sampler": any(rollout.has_unknown_sampler for rollout in rollouts),
             "no_rewards": any(rollout.rewards is None for rollout in rollouts),
             "no_truncated": any(rollout.truncated is None for rollout in rollouts),
             "other_functions": len({tuple(rollout.rewards_by_name) for rollout in rollouts}) > 1,

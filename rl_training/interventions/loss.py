@@ -186,7 +186,7 @@ def microbatch_inputs(
     old_logps = (
         None if rollout.on_policy else rollout.sampling_logps if rollout.old_logps is None else rollout.old_logps
     )
-    if not rollout.on_policy and old_logps is None:
+    if rollout.has_unknown_sampler and old_logps is None:
         raise UserError("an off-policy step without sampling log-probabilities: its ratios are not known")
     mask = scores.mask
     whole_prompts = True

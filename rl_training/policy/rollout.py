@@ -51,7 +51,7 @@ class Rollout:
     advantages: Tensor
     rewards: Tensor | None  # (B,), weighted sum over the reward functions; None if sequences were not rewarded
     prompt_index: Tensor  # (B,), equal for responses to the same prompt, different for different prompts
-    sampling_logps: Tensor | None = None  # (B, T), the sampler's; None: the policy itself sampled, or they are unknown
+    sampling_logps: Tensor | None = None  # (B, T), the sampler's; None: `has_unknown_sampler` says why
     on_policy: bool = True  # no step has trained on them yet: the ratios in the loss are 1
     environment_mask: Tensor | None = None  # (B, T), 1 on an environment's tokens; None: there are none
     images: Mapping[str, Any] | None = None  # further model inputs by name: a tensor or a list, B rows each
@@ -73,6 +73,14 @@ class Rollout:
     def token_mask(self) -> Tensor:
         """(B, T), 1 on all tokens of the completion, sampled or written by an environment."""
         return self.completion_mask if self.environment_mask is None else self.completion_mask + self.environment_mask
+
+    @property
+    def has_unknown_sampler(self) -> bool:
+        """Whether there are no `sampling_logps` because they are unknown. If not, the policy itself sampled.
+
+        Once a step has learned from the responses, another policy than the present one has sampled them.
+        """
+        return self.sampling_logps is None and not self.on_policy
 
     @property
     def num_sequences(self) -> int:

@@ -134,8 +134,10 @@ class Batch:
         """
         rollout = self.rollout
         scores = self.scores
+        if rollout.has_unknown_sampler:
+            return None
         if rollout.sampling_logps is None:
-            return torch.zeros_like(rollout.completion_mask, dtype=torch.float64) if rollout.on_policy else None
+            return torch.zeros_like(rollout.completion_mask, dtype=torch.float64)
         sampling_logps = rollout.sampling_logps.double()
         difference = scores.logps.double() - sampling_logps
         return difference.masked_fill((scores.mask == 0) | sampling_logps.isnan(), 0.0)
