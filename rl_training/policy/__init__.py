@@ -8,6 +8,6 @@ token_distributions.py                 next-token distributions, and their KL di
 finite.py                              refuses weights that are not finite
 precision.py, rng.py                   precision and random streams of measurements, restored afterwards
 dropout.py                             whether the forward pass draws random numbers
-buffers.py                             buffers that forward passes change, restored afterwards
+buffers.py                             buffers that forward passes change, restored afterwards; what batch norm means
 rotary.py                              models whose scores depend on the longest row of a batch
 """

@@ -1,4 +1,4 @@
-"""The precision of measurements, whatever training does: the parts of `Scorer.measuring`, and what rounds even there."""
+"""The precision of measurements, whatever training does: the parts of `Scorer.measuring`, and what rounds within."""
 
 from __future__ import annotations
 

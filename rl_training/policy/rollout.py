@@ -56,7 +56,8 @@ class Rollout:
     environment_mask: Tensor | None = None  # (B, T), 1 on an environment's tokens; None: there are none
     images: Mapping[str, Any] | None = None  # further model inputs by name: a tensor or a list, B rows each
     truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None: unknown
-    old_logps: Tensor | None = None  # (B, T), the denominators of the loss's ratios; None: the sampler's
+    # (B, T), the denominators of the loss's ratios; None: the policy's own if on_policy, else the sampler's.
+    old_logps: Tensor | None = None
     origin: Origin = Origin()  # what the loop knows about where they come from
     token_advantages: Tensor | None = None  # (B, T), if advantages differ within a response
     # (B,) each: values of several reward functions by name, whether or not they are part of `rewards`; nan: no value
