@@ -24,6 +24,7 @@ from rl_training import (
     SimpleEntropyProbe,
     measured_loop,
 )
+from rl_training.engine.verifier import UpdateVerifier
 from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.models.load import load_tiny
 from rl_training.records.jsonl import read_metrics
@@ -214,9 +215,13 @@ def test_a_later_step_after_a_caught_error_is_refused_in_one_line_and_the_failed
             training.steps(before + 1, before + 2)
 
 
-@pytest.mark.parametrize("place", ["scheduler", "probe", "skipped"])
-def test_a_step_that_fails_once_the_optimizer_has_made_it_counts_and_the_next_one_follows(place: str) -> None:
+@pytest.mark.parametrize("place", ["scheduler", "probe", "verification", "skipped"])
+def test_a_step_that_fails_once_the_optimizer_has_made_it_counts_and_the_next_one_follows(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = Training()
+    compare = UpdateVerifier.compare
+    monkeypatch.setattr(UpdateVerifier, "compare", lambda *args: training.fail_at("verification") or compare(*args))
     with training.loop:
         training.place, training.breakable.fails_after = place, place == "probe"
         with pytest.raises(Failed):
@@ -229,6 +234,8 @@ def test_a_step_that_fails_once_the_optimizer_has_made_it_counts_and_the_next_on
                 training.loop.microbatch(microbatches(1)[0], *scores_of(training.model, microbatches(1)[0]))
         training.steps(2)
     assert len(training.answers) == STEPS - 1
+    if place in ("probe", "verification"):  # whether its update was the formula's is not known
+        assert training.answers[0]["delta_h/backward"].code == "failed"
     steps = {int(state["step"]) for state in training.optimizer.state.values()}
     assert steps == {STEPS - (place == "skipped")}
 
