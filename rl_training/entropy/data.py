@@ -132,7 +132,8 @@ class EntropyPrediction:
     update: Vector | None = None  # δθ; without rounding the same vector as `unrounded_update`
     totals: Tensor | None = None  # of each fold, (K, TOTALS); None if `reason` is set
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # by `quantity_names`; with Need.ENTROPY_CHANGE
-    # (quantities, 2), variances of all quantities but entropy, from this batch alone; with Need.ENTROPY_CHANGE
+    # (quantities, 2), variances of all quantities but entropy, from this batch alone, so in the order of PRODUCTS; with
+    # Need.ENTROPY_CHANGE
     variance_of_batch: Tensor | None = None
     # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None

@@ -96,10 +96,10 @@ class PreviousUpdate:
         return self._reason
 
     def advance(self, step: StepData, prediction: EntropyPrediction, update: StepUpdate | None) -> EntropyPrediction:
-        """Put a predicted step's δθ in the place of the last one, and return the prediction with it.
+        """Put a predicted step's δθ in the place of the previous one, and return the prediction with it.
 
-        Unless `update` has it as a vector, it is written over the last one. So call this only once everything has been
-        multiplied with that.
+        Unless `update` has it as a vector, it is written over the previous one. So call this only once everything has
+        been multiplied with that.
 
         Args:
             step: The step, before it is taken.
@@ -123,13 +123,13 @@ class PreviousUpdate:
         return dataclasses.replace(prediction, unrounded_update=unrounded, update=rounded, peak_bytes=peak_bytes)
 
     def _write_over(self, update: StepUpdate | None) -> Vector | None:
-        """Return δθ before rounding, written over that of the last step unless `update` has it as a vector."""
-        last = self.update
+        """Return δθ before rounding, written over the previous one unless `update` has it as a vector."""
+        previous = self.update
         self.update = None
         self._reason = FAILED.prefixed(f"step {self.step}")  # stays if what follows fails
         if update is None:
             return None
-        return update.vector or compute_update(self._layout, update, last)
+        return update.vector or compute_update(self._layout, update, previous)
 
     def keep_nothing(self, step: int, reason: Unavailable) -> None:
         """Record a step without keeping its δθ, for this reason."""

@@ -5,7 +5,7 @@ the tokens of all other folds. For fold k, a token's summand is thus a direction
 
     v_k = a_(−k) ∘ X_k
 
-by central differences between θ ± ε v_k. ε moves log-probabilities by TARGET on average: far above the rounding of
+by central differences between θ ± ε v_k. ε moves log-probabilities by MEAN_MOVE on average: far above the rounding of
 scores, and small enough for a straight line. One direction serves all tokens, whereas gradients would take one backward
 per token.
 """
@@ -31,7 +31,7 @@ from rl_training.step.batch import Batch
 from rl_training.step.loss_weights import rows_with_weight
 from rl_training.step.passes import Passes
 
-TARGET = 1e-3  # nats
+MEAN_MOVE = 1e-3  # nats, by which a shift should move log-probabilities on average
 RANGE = 10.0  # a shift that is off by more than this factor is made again
 ATTEMPTS = 4
 
@@ -68,7 +68,7 @@ def _slopes(
 ) -> tuple[tuple[Tensor, Tensor], float]:
     """Return the derivatives of the scores of some rows along `direction`, and a length for the next shift. Collective.
 
-    They are nan if no shift moves the log-probabilities by about TARGET.
+    They are nan if no shift moves the log-probabilities by about MEAN_MOVE.
 
     Args:
         norm: The norm of `direction`.
@@ -80,9 +80,9 @@ def _slopes(
         moved = 0.5 * (ahead.logps.double() - behind.logps.double()).where(mask, 0.0).abs().sum()
         total, count = passes.ranks.reduce(torch.stack([moved, mask.sum().double()])).tolist()
         mean = total / max(count, 1.0)
-        if not 0.0 < mean < math.inf or TARGET / RANGE < mean < TARGET * RANGE:
+        if not 0.0 < mean < math.inf or MEAN_MOVE / RANGE < mean < MEAN_MOVE * RANGE:
             return slopes(ahead, behind, length / norm), length
-        length *= TARGET / mean
+        length *= MEAN_MOVE / mean
     unknown = torch.full(mask.shape, torch.nan, dtype=torch.float64, device=mask.device)
     return (unknown, unknown), length
 
