@@ -150,15 +150,21 @@ def _rank_groups_and_parts(num_stretches: int, num_ranks: int, num_folds: int | 
     Args:
         num_stretches: Number of stretches on each rank.
         num_ranks: Number of ranks.
-        num_folds: Number of folds, lowered to a possible one. None: at least DEFAULT_NUM_FOLDS, or the most possible.
+        num_folds: Number of folds, lowered to a possible one. None: DEFAULT_NUM_FOLDS or more, below twice
+            as many where the number of ranks can be divided like that, or the most possible.
 
     >>> [_rank_groups_and_parts(num_stretches=3, num_ranks=4, num_folds=number) for number in (2, 4, 6, 7, None)]
     [(1, 2), (2, 2), (2, 3), (2, 3), (4, 3)]
+    >>> _rank_groups_and_parts(num_stretches=7, num_ranks=7, num_folds=None)
+    (7, 2)
     """
     divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
     if num_folds is None:
         enough = (number for number in divisors if number * num_stretches >= DEFAULT_NUM_FOLDS)
-        return next(enough, num_ranks), num_stretches // max(1, num_stretches // DEFAULT_NUM_FOLDS)
+        num_rank_groups = next(enough, num_ranks)
+        fewest = -(-DEFAULT_NUM_FOLDS // num_rank_groups)
+        num_parts = num_stretches // max(1, num_stretches // fewest)  # as equal as possible
+        return num_rank_groups, num_parts if num_rank_groups * num_parts < 2 * DEFAULT_NUM_FOLDS else fewest
     possible: dict[int, tuple[int, int]] = {}
     for num_rank_groups in divisors:
         for num_parts in range(1, num_stretches + 1):

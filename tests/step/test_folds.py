@@ -75,6 +75,14 @@ def test_processes_are_grouped_into_the_fewest_folds_that_make_eight() -> None:
     assert [group.fold_of_rank for group in of_eight] == [(0,) * 8] * 8
 
 
+@pytest.mark.parametrize("count", [3, 5, 7, 9, 20])
+@pytest.mark.parametrize("num_ranks", [1, 3, 5, 7, 13])
+def test_there_are_8_to_15_folds_where_microbatches_are_enough(count: int, num_ranks: int) -> None:
+    """Seven ranks with seven microbatches each make 14 folds of three or four microbatches, not 49."""
+    num_folds = check_plan([G] * count, num_ranks, None)[-1].folds.stop
+    assert 8 <= num_folds <= 15 or num_folds == count * num_ranks < 8
+
+
 def test_with_enough_processes_a_fold_is_what_some_of_them_have_in_the_whole_step() -> None:
     """Whatever their number, if 8 to 15 groups of them are possible, or as many groups as folds are requested."""
     sizes = [4, 12, 8]  # no microbatch but the last ends with a prompt
