@@ -42,13 +42,13 @@ class _WatchedStep:
     peak_bytes: int  # the most bytes of vectors held at once
     unverified: int | None = None  # its number, while it is predicted and not yet verified
     weights_before_step: Tensor | None = None  # right before the optimizer's step, if that has no formula
-    weights_after_step: Tensor | None = None  # set once the optimizer's step is taken, if it was predicted
 
 
 class Predictions:
     """Predicts each step for which a probe asks, before the step is taken, and verifies it afterwards.
 
-    What is known of a step is one value, made anew by `begin`. What it leaves to the next one is in `PreviousUpdate`.
+    What is known of a step is one value, made anew by `begin`. What it leaves to the next one is in `PreviousUpdate`,
+    beside the weights that it ended with, which a step that fails before it is predicted does not change.
     The calls of a measured step, in their order:
 
         begin            it begins: has anything changed the weights since the last one?
@@ -75,6 +75,7 @@ class Predictions:
         )
         self._verifier = UpdateVerifier(loop.shard, loop.ranks)
         self._step: _WatchedStep | None = None  # None before the first step, and after a predicted one that has failed
+        self._weights_after_step: Tensor | None = None  # sampled when the last predicted step was verified
 
     @property
     def state(self) -> UpdateState:
@@ -94,8 +95,9 @@ class Predictions:
 
     def _forget_if_edited(self, weights: Tensor) -> None:
         """Forget the previous update if its step ended with other weights than these. Collective."""
-        ended_with = None if self._step is None else self._step.weights_after_step
-        if ended_with is not None and self._verifier.differ(weights, ended_with):
+        # Compared even if nothing is known of it: ranks that failed at different points must not wait for each other.
+        ended_with = weights if self._weights_after_step is None else self._weights_after_step
+        if self._verifier.differ(weights, ended_with):
             self._previous.forget(EDITED_AFTER_STEP)
 
     def edit_reason(self) -> Unavailable | None:
@@ -144,13 +146,13 @@ class Predictions:
             return Verification()
         step = self._begun()
         self._previous.finish(data.number, self._shard.weights())
-        step.weights_after_step = self._verifier.read_weights()
+        self._weights_after_step = weights_after_step = self._verifier.read_weights()
         if prediction.unrounded_update is None:
             reason = prediction.reason or data.optimizer.reason
             verification = self._verify_without_formula(step, reason, was_taken)
         else:
             formula = self._verifier.sample(prediction.unrounded_update)
-            verification = self._verify_formula(step, step.weights_after_step, formula, data.optimizer, was_taken)
+            verification = self._verify_formula(step, weights_after_step, formula, data.optimizer, was_taken)
         if prediction.variance_of_batch is not None:
             self._previous.add_errors(
                 prediction.variance_of_batch,
@@ -166,6 +168,7 @@ class Predictions:
         if self._step is not None and self._step.unverified is not None:
             self._previous.keep_nothing(self._step.unverified, FAILED)
             self._step = None
+            self._weights_after_step = None
 
     def _begun(self) -> _WatchedStep:
         assert self._step is not None

@@ -20,7 +20,7 @@ from rl_training.statistics.unavailable import Unavailable
 from rl_training.step.data import StepData
 from rl_training.step.reasons import STEP_TAKEN_AGAIN
 
-FAILED = Unavailable("failed", "the step failed before the optimizer took it")
+FAILED = Unavailable("failed", "the step or its measurement failed, so its update was not verified")
 FIRST_STEP = Unavailable(
     "first_step",
     "there is no earlier update to look back on: this is the first measured step, or the first one after a restart",
@@ -126,7 +126,7 @@ class PreviousUpdate:
         """Return δθ before rounding, written over the previous one unless `update` has it as a vector."""
         previous = self.update
         self.update = None
-        self._reason = FAILED.prefixed(f"step {self.step}")  # stays if what follows fails
+        self._reason = STEP_TAKEN_AGAIN  # stays if what follows fails
         if update is None:
             return None
         return update.vector or compute_update(self._layout, update, previous)

@@ -25,8 +25,10 @@ from rl_training import (
     measured_loop,
 )
 from rl_training.engine.verifier import UpdateVerifier
+from rl_training.entropy import previous_update
 from rl_training.hosts.plain.calls import MeasuredLoop
 from rl_training.models.load import load_tiny
+from rl_training.parallel import vectors
 from rl_training.records.jsonl import read_metrics
 
 LEARNING_RATE = 1e-3
@@ -202,6 +204,7 @@ def test_the_step_after_a_failed_one_does_not_use_the_predicted_update_of_that()
 
 
 def test_a_later_step_after_a_caught_error_is_refused_in_one_line_and_the_failed_one_may_be_repeated() -> None:
+    """An edit of the weights before it is repeated is seen, as one between any two steps."""
     for before in (0, 1):
         training = Training()
         with training.loop:
@@ -212,7 +215,28 @@ def test_a_later_step_after_a_caught_error_is_refused_in_one_line_and_the_failed
             training.place = ""
             with pytest.raises(ValueError, match=rf"step {before + 1} failed.*step\({before + 1}\)"):
                 training.step(before + 2)
+            with torch.no_grad():
+                next(training.model.parameters()).mul_(1.01)
             training.steps(before + 1, before + 2)
+        codes = [estimates["delta_h/backward"].code for estimates in training.answers]
+        assert codes == ["first_step", *["edited_after_step"] * before, "few_folds"]
+
+
+def test_a_step_that_fails_while_its_update_is_written_over_the_previous_one_says_that_it_is_taken_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vectors, "LARGE", 0)
+    compute = previous_update.compute_update
+    monkeypatch.setattr(previous_update, "compute_update", lambda *args: training.fail_at("update") or compute(*args))
+    training = Training()
+    with training.loop:
+        training.steps(1, 1)
+        training.place = "update"
+        with pytest.raises(Failed):
+            training.step(2)
+        training.place = ""
+        training.steps(2, 2)
+    assert training.answers[-1]["delta_h/backward"].code == "step_taken_again"
 
 
 @pytest.mark.parametrize("place", ["scheduler", "probe", "verification", "skipped"])
@@ -235,7 +259,9 @@ def test_a_step_that_fails_once_the_optimizer_has_made_it_counts_and_the_next_on
         training.steps(2)
     assert len(training.answers) == STEPS - 1
     if place in ("probe", "verification"):  # whether its update was the formula's is not known
-        assert training.answers[0]["delta_h/backward"].code == "failed"
+        backward = training.answers[0]["delta_h/backward"]
+        assert backward.code == "failed"
+        assert backward.reason == "step 1: the step or its measurement failed, so its update was not verified"
     steps = {int(state["step"]) for state in training.optimizer.state.values()}
     assert steps == {STEPS - (place == "skipped")}
 
