@@ -151,7 +151,7 @@ def _rank_groups_and_parts(num_stretches: int, num_ranks: int, num_folds: int | 
         num_stretches: Number of stretches on each rank.
         num_ranks: Number of ranks.
         num_folds: Number of folds, lowered to a possible one. None: DEFAULT_NUM_FOLDS or more, below twice
-            as many where the number of ranks can be divided like that, or the most possible.
+            as many if the ranks can be divided like that, or the most possible.
 
     >>> [_rank_groups_and_parts(num_stretches=3, num_ranks=4, num_folds=number) for number in (2, 4, 6, 7, None)]
     [(1, 2), (2, 2), (2, 3), (2, 3), (4, 3)]

@@ -27,7 +27,12 @@ def part_of(rows: slice, width: int) -> Any:
     mask = torch.arange(5) < torch.tensor([3, 1, 2, 3, 5, 4, 1, 5]).unsqueeze(1)
     logps, sampled, entropies = (torch.randn(8, 5, generator=draw, dtype=torch.float64) for _ in range(3))
     scored_values = [values[rows, :width] for values in (logps, entropies, mask)]
-    rollout = SimpleNamespace(sampling_logps=sampled[rows, :width], completion_mask=scored_values[2], on_policy=True)
+    rollout = SimpleNamespace(
+        sampling_logps=sampled[rows, :width],
+        completion_mask=scored_values[2],
+        on_policy=True,
+        has_unknown_sampler=False,
+    )
     fold = torch.arange(8)[rows] // 4
     return dataclasses.replace(
         scored(rollout, Scores(*scored_values)), fold=fold, fold_sizes=torch.tensor([4.0, 4.0]).double()

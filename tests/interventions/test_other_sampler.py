@@ -34,6 +34,7 @@ def test_the_reward_gradient_is_exact_in_the_mean_over_groups_of_another_sampler
     logps, entropies, mask = tables(drawn, logits)
     rollout = SimpleNamespace(
         on_policy=True,
+        has_unknown_sampler=False,
         sampling_logps=tables(drawn, torch.tensor(SAMPLER, dtype=torch.float64))[0],
         rewards=REWARDS[drawn].double(),
         prompt_index=torch.arange(len(pairs)).repeat_interleave(2),

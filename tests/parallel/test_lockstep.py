@@ -74,9 +74,9 @@ class Rank:
             responses_per_prompt=G,
         )
         counting.watch(model)
-        self.policy.lockstep_ranks = self.ranks
         shard = Shard(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
-        self.policy.shard = shard
+        self.policy.begin(shard, self.ranks)
+        self.policy.lockstep_ranks = self.ranks
         self.passes = Passes(self.policy, self.ranks, FoldReduction(shard))
 
     def generate(self, count: int) -> Rollout:

@@ -225,7 +225,9 @@ def test_tokens_of_which_the_sampler_gave_no_log_probability_are_not_tested() ->
     scores, sampling_logps = Scores(logps, 0.5 * ones, ones, ones), logps.clone()
     sampling_logps[0, 1] = torch.nan
     batch: Any = SimpleNamespace(fold=torch.zeros(1), scores=scores)
-    batch.rollout = SimpleNamespace(sampling_logps=sampling_logps, on_policy=True, untested=False)
+    batch.rollout = SimpleNamespace(
+        sampling_logps=sampling_logps, on_policy=True, untested=False, has_unknown_sampler=False
+    )
     batch.log_ratios = lambda: Batch.log_ratios(batch)
     policy: Any = SimpleNamespace(scorer=None)
     test = ResidualTest(ResidualSums(), 1.0)

@@ -28,10 +28,11 @@ FP16 = (
 def refuse_a_running_training(trainer: GRPOTrainer) -> None:
     """Raise UserError if the trainer's `train()` is running: a callback attaches too late to measure a step.
 
-    Only the call stack shows it: a trainer takes a training that has failed for a running one.
+    Only the call stack shows it: a trainer takes a training that has failed for a running one. A `train()` of its own
+    may still attach before it calls that of TRL.
     """
     for frame, _ in traceback.walk_stack(None):
-        if frame.f_code.co_name == "train" and frame.f_locals.get("self") is trainer:
+        if frame.f_code.co_name == "_inner_training_loop" and frame.f_locals.get("self") is trainer:
             raise UserError("this trainer is training: attach(trainer, ...) before trainer.train(), not within it")
 
 
