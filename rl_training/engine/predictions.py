@@ -153,7 +153,7 @@ class Predictions:
         else:
             formula = self._verifier.sample(prediction.unrounded_update)
             verification = self._verify_formula(step, weights_after_step, formula, data.optimizer, was_taken)
-        if prediction.variance_of_batch is not None:
+        if prediction.variance_of_batch:
             self._previous.add_errors(
                 prediction.variance_of_batch,
                 data.number,

@@ -1,6 +1,7 @@
 """What a step is predicted to do to entropy, as data: how it is estimated, and the δH quantities.
 
-The constants here are the only place that knows the order of a table's columns.
+Only this file knows the order of the columns in tables of totals, of products, and of sums of both. They are read by
+name or by the constants here.
 """
 
 from __future__ import annotations
@@ -30,13 +31,51 @@ SEQUENCES, ENTROPY, LENGTH = range(len(TOTALS))
 PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
 FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
 SPLITS = slice(len(PRODUCTS), None)
-LENGTH_AND_REWARD = "length_and_reward"  # the name of the quantity whose two numbers are these changes
+# The quantities that have a number per sequence alone.
+LENGTH_CHANGE = "length_change"
+REWARD_CHANGE = "reward_change"
 BIASED = Unavailable("biased", "no error bar: the same-batch product is biased")
+
+
+def product_names(labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the columns of a table of products, given those of the splits of `forward`."""
+    return (*PRODUCTS, *labels)
 
 
 def quantity_names(labels: Sequence[str]) -> tuple[str, ...]:
     """Return the names of a step's quantities in their order, given those of the splits of `forward`."""
-    return ("entropy", *PRODUCTS, *labels, LENGTH_AND_REWARD)
+    return ("entropy", *product_names(labels), LENGTH_CHANGE, REWARD_CHANGE)
+
+
+@dataclass(frozen=True)
+class FoldSums:
+    """Sums over folds, of which everything that is reported is a function. Or each fold's terms of them, (K, …)."""
+
+    table: Tensor  # (…, columns): one table, so that it is summed at once
+
+    @classmethod
+    def of(cls, totals: Tensor, products: Tensor, reward: Tensor) -> FoldSums:
+        """Join totals, (…, TOTALS), products, (…, products, 2), and the product of the reward's gradient, (…).
+
+        That is per sequence. Its column per token is nan.
+        """
+        pair = torch.stack([torch.full_like(reward, torch.nan), reward], dim=-1)
+        return cls(torch.cat([totals, products.flatten(-2), pair], dim=-1))
+
+    @property
+    def totals(self) -> Tensor:
+        """(…, TOTALS)."""
+        return self.table[..., : len(TOTALS)]
+
+    @property
+    def products(self) -> Tensor:
+        """n_k X_k · δθ, (…, products, 2), per token and per sequence: PRODUCTS and the splits of `forward`."""
+        return self.table[..., len(TOTALS) : -len(DENOMINATORS)].unflatten(-1, (-1, len(DENOMINATORS)))
+
+    @property
+    def reward(self) -> Tensor:
+        """n_k J_k · δθ, (…), per sequence: the product of the reward's gradient."""
+        return self.table[..., -1]
 
 
 @dataclass(frozen=True)
@@ -70,27 +109,26 @@ class EntropySettings:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity per token and per sequence: a number for each of DENOMINATORS."""
+    """A quantity per token and per sequence, (2,), or per sequence alone, (1,)."""
 
     name: str
-    value: Tensor  # (2,)
-    stderr: Tensor  # (2,)
+    value: Tensor
+    stderr: Tensor
     about_step: int  # the step to which it refers
+    batches: Tensor  # the number of batches of equal variance behind the error (Satterthwaite)
     reason: str = ""  # an Unavailable: why it is missing, if it is
-    # (2,): number of batches of equal variance behind the error (Satterthwaite)
-    batches: Tensor = field(default_factory=lambda: torch.ones(2))
-    stderr_of_batch: Tensor | None = None  # (2,): the error from this batch alone
+    stderr_of_batch: Tensor | None = None  # the error from this batch alone
     remark: str = ""  # on an available value or error bar, or why only the bar is missing
 
     def masked_if(self, reason: str | None) -> Quantity:
         """Return this quantity, as nan with the reason if there is one."""
         if not reason:
             return self
-        unknown = torch.full((2,), torch.nan)
+        unknown = torch.full_like(self.value, torch.nan)
         return dataclasses.replace(self, value=unknown, stderr=unknown, reason=reason)
 
     def estimates(self, num_folds: int, few: Unavailable | None = None) -> list[Estimate]:
-        """Return both numbers as estimates. Error bars require enough folds; `few` may say why there are too few."""
+        """Return each number as an estimate. Error bars require enough folds; `few` may say why there are too few."""
         is_biased = self.name == PRODUCTS[REUSE]
         no_stderr = BIASED if is_biased else stderr_reason(num_folds, few or FEW_FOLDS)
         estimates = []
@@ -132,9 +170,8 @@ class EntropyPrediction:
     update: Vector | None = None  # δθ; without rounding the same vector as `unrounded_update`
     totals: Tensor | None = None  # of each fold, (K, TOTALS); None if `reason` is set
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # by `quantity_names`; with Need.ENTROPY_CHANGE
-    # (quantities, 2), variances of all quantities but entropy, from this batch alone, so in the order of PRODUCTS; with
-    # Need.ENTROPY_CHANGE
-    variance_of_batch: Tensor | None = None
+    # The variances of all quantities but entropy, by name, from this batch alone; with Need.ENTROPY_CHANGE
+    variance_of_batch: Mapping[str, Tensor] = field(default_factory=dict)
     # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None
     entropy_gradients: FoldVectors | None = None  # X of each fold, E[T] ∂H_tok; with Need.FOLD_ENTROPY_GRADIENTS

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from rl_training.entropy.data import EntropySettings
+from rl_training.entropy.data import TOTALS, EntropySettings
 from rl_training.entropy.weights import normalised_ratios, policy_first, prefix_ratios, surrogate_weights
 from rl_training.parallel.fold_vectors import Receiver
 from rl_training.parallel.ranks import Ranks
@@ -39,7 +39,7 @@ def ratios_to_sampler(batch: Batch, ranks: Ranks) -> Tensor | None:
 
 
 def totals_of_folds(batch: Batch, ranks: Ranks, ratios: Tensor | None) -> Tensor:
-    """Return the TOTALS of each fold, (K, 3): its number of sequences, and Σ ρh and Σ ρ over their tokens. Collective.
+    """Return the TOTALS of each fold, (K, TOTALS): its sequences, and Σ ρh and Σ ρ over their tokens. Collective.
 
     A fold's sums include its sequences' effect on the normaliser of each position k, (1 − ρ_ik) times the mean there,
     so that the jackknife accounts for it. These effects add up to 0 over all sequences.
@@ -56,7 +56,8 @@ def totals_of_folds(batch: Batch, ranks: Ranks, ratios: Tensor | None) -> Tensor
         )
         means = ranks.reduce(terms.sum(dim=1, keepdim=True)) / batch.num_sequences
         sums = list((terms - (before - 1.0) * means).sum(dim=-1))
-    return ranks.reduce(batch.sum_by_fold(torch.stack([torch.ones_like(sums[0]), *sums], dim=1)))
+    by_name = {"sequences": torch.ones_like(sums[0]), "entropy": sums[0], "length": sums[1]}
+    return ranks.reduce(batch.sum_by_fold(torch.stack([by_name[name] for name in TOTALS], dim=1)))
 
 
 def entropy_losses(batch: Batch, ratios: Tensor | None, level: float, settings: EntropySettings) -> list[LossWeights]:

@@ -14,7 +14,7 @@ from rl_training.entropy.changed_steps import (
     changes_by_basis,
     iter_basis_gradients,
 )
-from rl_training.entropy.data import LENGTH, SEQUENCES, EntropyPrediction
+from rl_training.entropy.data import LENGTH, SEQUENCES, TOTALS, EntropyPrediction
 from rl_training.optim.leave_one_out import FoldMeans, LeaveOneOutUpdates
 from rl_training.parallel.fold_vectors import FoldVectors
 from rl_training.statistics.jackknife import jackknife_covariance, stderr_reason
@@ -53,14 +53,14 @@ def effect_of(prediction: EntropyPrediction, products: Tensor, corrections: Tens
         corrections: Their leave-one-out corrections, (K, directions).
     """
     assert prediction.totals is not None
-    counts = prediction.totals[:, [SEQUENCES, LENGTH]].cpu()  # of responses and of tokens
-    by_fold = torch.cat([counts, counts[:, :1] * products], dim=1)
-    total = by_fold.sum(dim=0)
-    without = total - by_fold
-    without[:, counts.shape[1] :] += corrections
+    totals = prediction.totals.cpu()
+    terms = torch.cat([totals, totals[:, [SEQUENCES]] * products], dim=1)
+    total = terms.sum(dim=0)
+    without = total - terms
+    without[:, len(TOTALS) :] += corrections
     values = _per_token_and_response(total)
     covariance = jackknife_covariance(_per_token_and_response, total, without)
-    return Pair(values, covariance, len(counts) - 1)
+    return Pair(values, covariance, len(totals) - 1)
 
 
 def updates_and_entropy_gradients(prediction: EntropyPrediction) -> tuple[LeaveOneOutUpdates, FoldVectors]:
@@ -145,10 +145,8 @@ def _per_token_and_response(sums: Tensor) -> Tensor:
     """Return ΔH per token and Δreward per response, (..., 2). Δreward is nan without the gradient of the reward.
 
     Args:
-        sums: Numbers of responses and of tokens, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k),
-            (..., 2 + directions).
+        sums: The totals, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k), (..., TOTALS + directions).
     """
-    num_responses = sums[..., 0:1]
-    num_tokens = sums[..., 1:2]
-    values = sums[..., 2:] / torch.cat([num_tokens, num_responses], dim=-1)[..., : sums.shape[-1] - 2]
+    products = sums[..., len(TOTALS) :]
+    values = products / sums[..., [LENGTH, SEQUENCES][: products.shape[-1]]]
     return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)

@@ -69,7 +69,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_training.entropy.attribution import Attribution
-from rl_training.entropy.data import EntropyPrediction, EntropySettings
+from rl_training.entropy.data import ENTROPY, LENGTH, EntropyPrediction, EntropySettings
 from rl_training.entropy.fold_gradients import entropy_losses, ratios_to_sampler, send_fold_gradients, totals_of_folds
 from rl_training.entropy.fold_sums import with_quantities
 from rl_training.entropy.previous_update import PreviousUpdate
@@ -133,8 +133,8 @@ class EntropyPredictor:
             return self._without_entropy_gradient(reason, test), None
         ratios = ratios_to_sampler(batch, ranks)
         totals = totals_of_folds(batch, ranks, ratios)
-        _, entropy, length = totals.sum(dim=0).tolist()
-        if not length:
+        sums = totals.sum(dim=0).tolist()
+        if not sums[LENGTH]:
             return self._without_entropy_gradient(NO_TOKENS, test), None
         update, leave_one_out = _updates_of(step, ranks)
         products = None
@@ -143,7 +143,7 @@ class EntropyPredictor:
             update_before = previous.update_before(step.number)
             products = FoldProducts(layout, sizes, self.attribution, update, leave_one_out, update_before, settings)
         score_check = ScoreCheck(batch, self.passes.policy, test)
-        losses = entropy_losses(batch, ratios, entropy / length, settings)
+        losses = entropy_losses(batch, ratios, sums[ENTROPY] / sums[LENGTH], settings)
         gradients = self._entropy_gradients(step, needs, losses, products, score_check)
         peak_bytes = previous.num_bytes + _num_bytes(update, products, gradients)
         seen = score_check.check(ranks, step.reasons)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rl_training.entropy.data import BACKWARD, EntropyPrediction
+from rl_training.entropy.data import EntropyPrediction
 from rl_training.optim.rounding import rounded_update
 from rl_training.optim.updates import StepUpdate, compute_update
 from rl_training.parallel.sharded_vector import ShardedVector
@@ -150,13 +150,13 @@ class PreviousUpdate:
         self.update = None
         self._reason = reason.prefixed(f"step {self.step}")
 
-    def add_errors(self, variance: Tensor, step: int, decay: float, *, is_formula: bool) -> None:
+    def add_errors(self, variances: Mapping[str, Tensor], step: int, decay: float, *, is_formula: bool) -> None:
         """Add a verified step's `EntropyPrediction.variance_of_batch` to those that later averages are made of.
 
         If the step did not follow the formula, add only that of `backward`, which does not use the step's own δθ.
         """
-        if not is_formula:
-            of_backward = variance[BACKWARD]
-            variance = torch.full_like(variance, torch.nan)
-            variance[BACKWARD] = of_backward
-        self.errors = self.errors.add(variance, step, decay)
+        kept = [
+            variance if is_formula or name == "backward" else torch.full_like(variance, torch.nan)
+            for name, variance in variances.items()
+        ]
+        self.errors = self.errors.add(torch.cat(kept), step, decay)

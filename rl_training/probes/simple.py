@@ -30,7 +30,8 @@ from rl_training.entropy.data import (
     DENOMINATORS,
     ENTROPY,
     LENGTH,
-    LENGTH_AND_REWARD,
+    LENGTH_CHANGE,
+    REWARD_CHANGE,
     SEQUENCES,
     EntropyPrediction,
     EntropySettings,
@@ -165,21 +166,22 @@ class SimpleEntropyProbe(Probe):
         copied_groups = ctx.step.batch.copies.reason
         few = copied_groups and copied_groups.prefixed("no error bar")
         for quantity in (*change.quantities.values(), *closed):
-            pair = quantity.estimates(ctx.step.batch.num_folds, few)
-            estimates = zip(self._metrics(quantity.name), pair, strict=False)
-            (measured if quantity.name in MEASURED else predicted).update(estimates)
+            estimates = quantity.estimates(ctx.step.batch.num_folds, few)
+            by_metric = zip(self._metrics(quantity.name), estimates, strict=False)
+            (measured if quantity.name in MEASURED else predicted).update(by_metric)
         if change.reward_reason and not change.forward_reason:
             predicted[REWARD] = Estimate.missing(change.reward_reason)
         return Reading(predicted, measured, state)
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
-        """Return the names of a quantity's metrics: per token and, if reported, per sequence."""
+        """Return the names of a quantity's metrics, as many of its numbers as are reported."""
         if quantity == "entropy":
             return "entropy/token", "entropy/sequence"
         if quantity == "forward_unclipped" and not self.unclipped:
             return ()
-        if quantity == LENGTH_AND_REWARD:
-            return ("delta_length/forward", REWARD) if self.per_sequence else ()
+        if quantity in (LENGTH_CHANGE, REWARD_CHANGE):
+            metric = "delta_length/forward" if quantity == LENGTH_CHANGE else REWARD
+            return (metric,) if self.per_sequence else ()
         pair = f"delta_h/{quantity}", f"delta_h/{quantity}_sequence"
         return pair if self.per_sequence or quantity == "cumulative_measured" else pair[:1]
 

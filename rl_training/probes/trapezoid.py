@@ -219,7 +219,7 @@ def _terms(
         remark: A remark on the predicted sum.
     """
     trapezoid, predicted, measured = (
-        Quantity(name, value, error, step, reason, batches)
+        Quantity(name, value, error, step, batches, reason)
         for name, reason, (value, error, batches) in zip(SUMS, reasons, numbers, strict=True)
     )
     return TrapezoidTerms(trapezoid, dataclasses.replace(predicted, remark=remark), measured)

@@ -209,9 +209,10 @@ def test_a_step_that_fails_verification_adds_only_the_backward_error_to_averages
     """Backward is the product with the previous step, so this step does not matter."""
     history, averages = history_of(3), []
     for step, is_formula in enumerate((True, False, True), start=1):
-        variance = torch.full((len(PRODUCTS),), 4.0**step, dtype=torch.float64)
-        averages.append(history.errors.add(variance, step, decay=0.5).average(decay=0.5)[0].tolist())
-        history.add_errors(variance, step, decay=0.5, is_formula=is_formula)
+        variance = torch.full((1,), 4.0**step, dtype=torch.float64)
+        flat = variance.repeat(len(PRODUCTS))
+        averages.append(history.errors.add(flat, step, decay=0.5).average(decay=0.5)[0].tolist())
+        history.add_errors(dict.fromkeys(PRODUCTS, variance), step, decay=0.5, is_formula=is_formula)
     kept = [4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 0.5 * 16 + 64) / 1.75]
     lost = [4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 64) / 1.25]
     for number, name in enumerate(PRODUCTS):

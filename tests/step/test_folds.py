@@ -12,8 +12,8 @@ from example_steps import means_without_folds
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
-from rl_training.entropy.data import FORWARD, PRODUCTS, REUSE
-from rl_training.entropy.fold_sums import REWARD, FoldSums, sums_without
+from rl_training.entropy.data import FORWARD, PRODUCTS, REUSE, FoldSums
+from rl_training.entropy.fold_sums import sums_without
 from rl_training.policy.rollout import response_index
 from rl_training.statistics.jackknife import JackknifeUnits, jackknife_stderr, leave_out_coefficients
 from rl_training.step.folds import (
@@ -231,19 +231,21 @@ def test_leave_one_out_sums_use_the_entropy_level_of_the_other_folds() -> None:
     def pairs(sequence: Tensor, length: Tensor) -> Tensor:  # per token at the level of both folds, and per sequence
         return torch.stack([sequence - 0.3 * length, sequence], dim=-1)
 
-    products = pairs(of_sequence, of_length).unsqueeze(1).repeat(1, len(PRODUCTS) + 1, 1)  # and the reward's
-    terms = FoldSums.of(levels, products)
+    products = pairs(of_sequence, of_length).unsqueeze(1).repeat(1, len(PRODUCTS), 1)
+    terms = FoldSums.of(levels, products, reward=of_sequence)
     total = FoldSums(terms.table.sum(dim=0))
-    corrections = torch.zeros_like(products)
+    lost = torch.zeros_like(products)
     # Indexed by the fold that is left out, so each row holds the other fold's loss.
-    corrections[:, FORWARD], corrections[:, REWARD, 1] = pairs(lost_sequence, lost_length).flip(0), lost_length.flip(0)
-    without = sums_without(total, terms, corrections, level=0.3).products
+    lost[:, FORWARD] = pairs(lost_sequence, lost_length).flip(0)
+    corrections = FoldSums.of(torch.zeros_like(levels), lost, reward=lost_length.flip(0))
+    sums = sums_without(total, terms, corrections, level=0.3)
+    without = sums.products
     # Without fold 0: fold 1 at its own level, with a step that lost fold 0: 5 − 1 − (1 + 0.4)/6. And vice versa.
     expected = torch.tensor([[4.0 - 1.4 / 6, 4.0], [3.5 - 0.5 * 2.2, 3.5]], dtype=torch.float64)
     torch.testing.assert_close(without[:, FORWARD], expected)
     # The step of `reuse` loses nothing.
     torch.testing.assert_close(without[:, REUSE], expected.new_tensor([[5 - 1 / 6, 5.0], [3 - 0.5 * 2, 3.0]]))
-    torch.testing.assert_close(without[:, REWARD, 1], expected.new_tensor([5 + 0.4, 3 + 0.2]))
+    torch.testing.assert_close(sums.reward, expected.new_tensor([5 + 0.4, 3 + 0.2]))
     as_given = sums_without(total, terms, corrections, level=None).products
     torch.testing.assert_close(
         as_given[:, FORWARD], expected.new_tensor([[4 - 0.3 * 1.4, 4.0], [3.5 - 0.3 * 2.2, 3.5]])
