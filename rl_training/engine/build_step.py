@@ -74,6 +74,8 @@ class StepBuilder:
             checks=self.checks,
             gradient_reason=gradient_reason,
         )
+        if reasons.no_folds:  # what was caught is not of independent folds
+            gradients = Gradients(mean, loop.shard.layout)
         return StepData(open_step.number, batch, loop.shard.weights(), gradients, optimizer, reasons, loop.fixes)
 
     def _batch(

@@ -23,7 +23,7 @@ class Gradients:
 
     mean: Mapping[str, Tensor]  # over microbatches and ranks, as the optimizer gets it
     layout: Layout
-    # Neither of the next two may be used if `reasons.no_folds` is set; they may be present.
+    # The next two are None if `reasons.no_folds` is set, or if no probe needs them.
     by_fold: FoldVectors | None = None  # the mean gradient of each fold: by_fold.means(), (K, n) per bucket
     # (K + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, the mean gradient last; over all ranks
     sq_norms: Tensor | None = None

@@ -217,6 +217,7 @@ def test_an_undeclared_term_is_known_however_prompts_are_cut_into_microbatches()
                 "other_gradient",
                 bool(folds),
             ]
+            assert (step.gradients.by_fold is None) == bool(folds)  # no probe may take them for the folds' gradients
 
 
 def test_a_loss_that_goes_backward_in_two_parts_has_the_estimates_of_one_where_folds_are_recomputed() -> None:
