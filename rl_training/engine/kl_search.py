@@ -13,7 +13,7 @@ from rl_training.statistics.unavailable import Unavailable
 MAX_KL_OVER_TARGET = 2.0  # times the target: up to this KL a step is left as it is
 MIN_SHRINK, MAX_SHRINK = 0.1, 0.7  # each further try multiplies the factor by .1 to .7
 MAX_GROWTH = 2.0  # a step starts with at most this multiple of the last factor
-MAX_TRIES = 8
+MAX_TRIES = 8  # after the first factor
 NEW_WEIGHT = 0.4  # of the new step in the geometric mean of curvatures
 MIN_KL_RATIO = 2.5  # least ratio of the KL at half a step to that at a quarter: 4 without rounding and higher orders
 RATE_IS_ZERO = Unavailable("rate_is_zero", "the schedule's learning rate is 0 at this step: no weight moves")
@@ -65,7 +65,7 @@ class BoundInfo:
     target: float  # nats per token
     first_kl: float  # at the first factor tried, nats per token
     kl: float  # at the final factor, nats per token
-    tries: int  # number of factors that were too large
+    tries: int  # number of factors tried after the first
     first_factor: float  # the first one tried
     factor: float  # 0 if the step could not be measured
     reason: str = DESCRIBES_STEP  # why there is no error bar, or no measurement
@@ -92,7 +92,7 @@ class BoundInfo:
 
 
 def search_factor(kl_of: Callable[[float], float], target: float, state: BoundState, rate: float = 1.0) -> BoundInfo:
-    """Find a factor for the step whose KL is at most twice the target, or the last of MAX_TRIES factors.
+    """Find a factor for the step whose KL is at most twice the target, or the last of MAX_TRIES after the first.
 
     Args:
         kl_of: Maps a factor to the KL per token of the step scaled by it, in nats. nan or inf if the policy breaks.
