@@ -69,7 +69,7 @@ def _plan(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_reco
 def _other_warnings(loop: LoopSpec, needs: Need) -> list[str]:
     """Return what reasons other than the folds take away: what is lost, and why."""
     formula_reason = view_optimizer(loop.shard).reason if Need.ENTROPY_GRADIENT in needs else None
-    other_loss = loop.reasons.other_terms or (None if loop.is_dr_grpo else OTHER_LOSS.with_fix(loop.fixes.dr_grpo))
+    other_loss = loop.reasons.other_terms or (OTHER_LOSS.with_fix(loop.fixes.dr_grpo) if loop.has_other_loss else None)
     missing = [
         ("no prediction before the step", formula_reason),
         ("no delta_reward/forward, and no split of the noise", other_loss if Need.TERMS_CHECK in needs else None),

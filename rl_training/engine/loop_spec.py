@@ -23,7 +23,7 @@ class LoopSpec:
     policy: Policy
     ranks: Ranks
     fixes: Fixes
-    is_dr_grpo: bool = True  # by its settings, the loss is exactly Dr-GRPO's
+    has_other_loss: bool = False  # by its settings, the loss is not exactly Dr-GRPO's
     loss_settings: LossSettings | None = None  # at the start of training; None if unknown
     # What is known of all steps at the start of training. `reused` may hold for some steps only.
     reasons: Reasons = field(default_factory=Reasons)

@@ -89,7 +89,7 @@ def test_a_step_reused_on_one_process_is_reused_on_all() -> None:
     def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         ranks = Ranks(2, reduce, rank)
         shard = SimpleNamespace(leaves={})
-        loop: Any = SimpleNamespace(ranks=ranks, fixes=FIXES, reasons=Reasons(), is_dr_grpo=True, shard=shard)
+        loop: Any = SimpleNamespace(ranks=ranks, fixes=FIXES, reasons=Reasons(), shard=shard)
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
         step = OpenStep(1, [], fold_groups=plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
         step.seen_prompts = {1} if rank == 0 else set()  # from which an earlier step has learned

@@ -43,7 +43,7 @@ def loop_spec_of(measured: MeasuredTrainer, opening: str) -> LoopSpec:
         shard=shard_of(trainer),
         policy=policy,
         ranks=all_ranks(),
-        is_dr_grpo=settings.is_dr_grpo,
+        has_other_loss=not settings.is_dr_grpo,
         loss_settings=settings,
         reasons=Reasons(
             no_folds=MIXED_PROMPTS.with_fix(fixes.whole_prompts) if is_shuffled else None,

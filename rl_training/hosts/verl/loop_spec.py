@@ -74,7 +74,7 @@ def loop_spec_of(
         shard=shard,
         policy=HostPolicy(engine.module, scorer, size, None, decode),
         ranks=all_ranks(),
-        is_dr_grpo=loss is not None,
+        has_other_loss=loss is None,
         loss_settings=loss,
         reasons=Reasons(other_policy=reason_of_loop(settings["sampling_mismatch"]), cannot_sample=NO_SAMPLE),
         fixes=dataclasses.replace(DYNAMIC_FIXES if is_dynamic else FIXES, whole_prompts=settings["whole_prompts_fix"]),
