@@ -117,7 +117,7 @@ class Quantity:
     about_step: int  # the step to which it refers
     batches: Tensor  # the number of batches of equal variance behind the error (Satterthwaite)
     reason: str = ""  # an Unavailable: why it is missing, if it is
-    stderr_of_batch: Tensor | None = None  # the error from this batch alone
+    stderr_of_batch: Tensor | None = None  # the error from this batch alone, if `stderr` averages over steps
     remark: str = ""  # on an available value or error bar, or why only the bar is missing
 
     def masked_if(self, reason: str | None) -> Quantity:
@@ -151,13 +151,24 @@ class Quantity:
 class EntropyPrediction:
     """What the step does to entropy to first order. The formulas are in prediction.py.
 
-    Vectors have the layout of the step's gradients. A `…reason` is None if what it concerns is available.
+    What is set, beside settings, labels and peak_bytes, depends on whether the step has an entropy gradient X:
+
+                                         without X                  with X
+        reason                           always                     never
+        is_seen_in_scores                if scores have shown why   never
+        unrounded_update, update         if scores have shown why   always, by `PreviousUpdate.advance`
+        totals                           never                      always
+        leave_one_out                    never                      unless there is a `forward_reason`
+        quantities, half_step_stderr     never                      with Need.ENTROPY_CHANGE
+        entropy_gradients                never                      with Need.FOLD_ENTROPY_GRADIENTS
+
+    If the optimizer has no formula, there are no updates. They hold until the next step is predicted. Other reasons are
+    set only with X, and are None if what they concern is available. Vectors have the layout of the step's gradients.
     """
 
     settings: EntropySettings
     labels: tuple[str, ...]  # names of the splits of `forward`
-    # Why there is no entropy gradient; only `is_seen_in_scores`, `unrounded_update` and `update` may then be set.
-    reason: Unavailable | None = None
+    reason: Unavailable | None = None  # why there is no X
     # Whether `reason` is what the probes' own scores of the responses show: they differ from training's, or the policy
     # did not draw these tokens.
     is_seen_in_scores: bool = False
@@ -165,18 +176,20 @@ class EntropyPrediction:
     backward_reason: Unavailable | None = None  # why the previous update cannot be multiplied with the entropy gradient
     # Why the reward gradient is no multiple of the step's own; with per_sequence.
     reward_reason: Unavailable | None = None
-    # δθ by the optimizer's formula, before weights are rounded, until the next step; None if there is no formula
-    unrounded_update: Vector | None = None
+    unrounded_update: Vector | None = None  # δθ by the optimizer's formula, before weights are rounded
     update: Vector | None = None  # δθ; without rounding the same vector as `unrounded_update`
-    totals: Tensor | None = None  # of each fold, (K, TOTALS); None if `reason` is set
-    quantities: Mapping[str, Quantity] = field(default_factory=dict)  # by `quantity_names`; with Need.ENTROPY_CHANGE
-    # The variances of all quantities but entropy, by name, from this batch alone; with Need.ENTROPY_CHANGE
-    variance_of_batch: Mapping[str, Tensor] = field(default_factory=dict)
-    # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
-    half_step_stderr: Tensor | None = None
-    entropy_gradients: FoldVectors | None = None  # X of each fold, E[T] ∂H_tok; with Need.FOLD_ENTROPY_GRADIENTS
-    leave_one_out: LeaveOneOutUpdates | None = None  # updates without each fold; None if `forward_reason` is set
+    totals: Tensor | None = None  # of each fold, (K, TOTALS)
+    quantities: Mapping[str, Quantity] = field(default_factory=dict)  # by `quantity_names`
+    half_step_stderr: Tensor | None = None  # (2,), error of ½(forward + backward) from this batch; nan for one fold
+    entropy_gradients: FoldVectors | None = None  # X of each fold, E[T] ∂H_tok
+    leave_one_out: LeaveOneOutUpdates | None = None  # updates without each fold
     peak_bytes: int = 0  # the most bytes of vectors that were held at once while this was made
+
+    @property
+    def variance_of_batch(self) -> dict[str, Tensor]:
+        """The variances of all quantities but entropy, by name, from this batch alone."""
+        errors = {name: quantity.stderr_of_batch for name, quantity in self.quantities.items()}
+        return {name: error.square() for name, error in errors.items() if error is not None}
 
     def without_entropy_gradient(self, reason: Unavailable) -> EntropyPrediction:
         """Return what is left if scores show only now that the policy did not draw the responses."""

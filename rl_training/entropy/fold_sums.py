@@ -75,9 +75,9 @@ def with_quantities(
     if step.batch.num_folds < 2:
         half_step_stderr = torch.full_like(half_step_stderr, torch.nan)
     entropy, *changes = _quantities_of_batch(by_name, prediction, step)
-    variance_of_batch = {change.name: change.stderr.square() for change in changes}
     decay = prediction.settings.error_decay
-    averages = errors.add(torch.cat([*variance_of_batch.values()]), step.number, decay).average(decay)
+    variances_of_batch = torch.cat([change.stderr.square() for change in changes])
+    averages = errors.add(variances_of_batch, step.number, decay).average(decay)
     variances, batches = (average.split([len(change.stderr) for change in changes]) for average in averages)
     averaged = [
         dataclasses.replace(change, stderr=variance.sqrt(), batches=count, stderr_of_batch=change.stderr)
@@ -86,7 +86,6 @@ def with_quantities(
     return dataclasses.replace(
         prediction,
         quantities={quantity.name: quantity for quantity in (entropy, *averaged)},
-        variance_of_batch=variance_of_batch,
         half_step_stderr=half_step_stderr,
         reward_reason=reward_reason,
     )
