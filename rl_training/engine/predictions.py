@@ -123,8 +123,8 @@ class Predictions:
         if not asking:
             return None
         step = self._begun()
-        prediction, update = self._predictor.predict(data, needs_of(asking), self._previous, test)
-        prediction = self._previous.advance(data, prediction, update)
+        prediction, step_update = self._predictor.predict(data, needs_of(asking), self._previous, test)
+        prediction = self._previous.advance(data, prediction, step_update)
         step.unverified = data.number
         step.peak_bytes = max(step.peak_bytes, prediction.peak_bytes)
         return prediction

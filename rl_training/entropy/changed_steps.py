@@ -205,8 +205,8 @@ class ChangedUpdates:
             clips = clip_factors(self._grams[:, 0, 0], self._max_grad_norm).to(gradients[0]).unsqueeze(1)
             yield piece.gradient_factor(clips * gradients[0]) * clips * gradients[-1]
 
-        ((by_fold, _),) = self._products(part, 1, [direction])
-        return by_fold
+        ((fold_products, _),) = self._products(part, 1, [direction])
+        return fold_products
 
     def _products(
         self,
@@ -221,7 +221,7 @@ class ChangedUpdates:
             count: How many it yields.
             directions: The directions X.
         """
-        by_fold, corrections = (self._sizes.new_zeros(count, len(self._sizes), len(directions)) for _ in range(2))
+        fold_products, corrections = (self._sizes.new_zeros(count, len(self._sizes), len(directions)) for _ in range(2))
         for piece in self._pieces:
             gradients = self._gradients(piece)
             deltas = deltas_of(piece, gradients)
@@ -229,8 +229,8 @@ class ChangedUpdates:
                 delta = next(deltas)
                 for d, direction in enumerate(directions):
                     x = direction.by_fold.of(piece.bucket, piece.columns)
-                    factors = direction.factor * direction.by_fold.factors.to(by_fold)
-                    by_fold[c, :, d] += factors * dots(x, delta[:-1])
+                    factors = direction.factor * direction.by_fold.factors.to(fold_products)
+                    fold_products[c, :, d] += factors * dots(x, delta[:-1])
                     if direction.mean is not None:
                         fold_effect = delta[:-1] - delta[-1]
                         total = direction.factor * self._sizes.sum() * dots(fold_effect, piece.of(direction.mean))
@@ -238,7 +238,7 @@ class ChangedUpdates:
                         del fold_effect
                 del delta
             del gradients, deltas  # free them before the next piece's are made
-        parts = self._ranks.reduce(torch.stack([by_fold, corrections])).cpu()
+        parts = self._ranks.reduce(torch.stack([fold_products, corrections])).cpu()
         return list(zip(*parts, strict=True))
 
     def _gradients(self, piece: OptimizerPiece) -> list[Tensor]:

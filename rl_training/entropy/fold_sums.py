@@ -53,11 +53,11 @@ def terms_of_folds(
         each fold l, both in host memory. Then the reason why the reward's products are nan, or None.
     """
     assert prediction.totals is not None
-    totals, of_folds, corrections = _to_host(prediction.totals, *products.sum_over_ranks(ranks))
+    totals, fold_products, corrections = _to_host(prediction.totals, *products.sum_over_ranks(ranks))
     gradient, reward_reason = reward_gradient(step, ranks) if prediction.settings.per_sequence else (None, None)
     factor = gradient if isinstance(gradient, float) else None
     reward, reward_corrections = reward_products(step.batch.fold_sizes, prediction.leave_one_out, factor)
-    terms = FoldSums.of(totals, of_folds, reward)
+    terms = FoldSums.of(totals, fold_products, reward)
     return terms, FoldSums.of(torch.zeros_like(totals), corrections, reward_corrections), reward_reason
 
 
@@ -74,14 +74,14 @@ def with_quantities(
     _, half_step_stderr = by_name[HALF_STEP]
     if step.batch.num_folds < 2:
         half_step_stderr = torch.full_like(half_step_stderr, torch.nan)
-    entropy, *changes = _quantities_of_batch(by_name, prediction, step)
+    entropy, *predicted = _quantities_of_batch(by_name, prediction, step)
     decay = prediction.settings.error_decay
-    variances_of_batch = torch.cat([change.stderr.square() for change in changes])
+    variances_of_batch = torch.cat([quantity.stderr.square() for quantity in predicted])
     averages = errors.add(variances_of_batch, step.number, decay).average(decay)
-    variances, batches = (average.split([len(change.stderr) for change in changes]) for average in averages)
+    variances, batches = (average.split([len(quantity.stderr) for quantity in predicted]) for average in averages)
     averaged = [
-        dataclasses.replace(change, stderr=variance.sqrt(), batches=count, stderr_of_batch=change.stderr)
-        for change, variance, count in zip(changes, variances, batches, strict=True)
+        dataclasses.replace(quantity, stderr=variance.sqrt(), batches=count, stderr_of_batch=quantity.stderr)
+        for quantity, variance, count in zip(predicted, variances, batches, strict=True)
     ]
     return dataclasses.replace(
         prediction,

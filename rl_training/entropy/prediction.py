@@ -120,7 +120,7 @@ class EntropyPredictor:
             test: Receives the scores that the entropy gradient is made of.
 
         Returns:
-            The prediction without δθ, and δθ by the optimizer's formula, None if it is unknown. `previous.advance`
+            The prediction without δθ, and what δθ is made of, None if the optimizer has no formula. `previous.advance`
             takes both.
         """
         batch = step.batch
@@ -136,19 +136,21 @@ class EntropyPredictor:
         sums = totals.sum(dim=0).tolist()
         if not sums[LENGTH]:
             return self._without_entropy_gradient(NO_TOKENS, test), None
-        update, leave_one_out = _updates_of(step, ranks)
+        step_update, leave_one_out = _updates_of(step, ranks)
         products = None
         if Need.ENTROPY_CHANGE in needs:
             sizes = batch.fold_sizes
             update_before = previous.update_before(step.number)
-            products = FoldProducts(layout, sizes, self.attribution, update, leave_one_out, update_before, settings)
+            products = FoldProducts(
+                layout, sizes, self.attribution, step_update, leave_one_out, update_before, settings
+            )
         score_check = ScoreCheck(batch, self.passes.policy, test)
         losses = entropy_losses(batch, ratios, sums[ENTROPY] / sums[LENGTH], settings)
         gradients = self._entropy_gradients(step, needs, losses, products, score_check)
-        peak_bytes = previous.num_bytes + _num_bytes(update, products, gradients)
+        peak_bytes = previous.num_bytes + _num_bytes(step_update, products, gradients)
         seen = score_check.check(ranks, step.reasons)
         if seen:
-            return EntropyPrediction(settings, labels, seen, is_seen_in_scores=True, peak_bytes=peak_bytes), update
+            return EntropyPrediction(settings, labels, seen, is_seen_in_scores=True, peak_bytes=peak_bytes), step_update
         prediction = EntropyPrediction(
             settings,
             labels,
@@ -161,7 +163,7 @@ class EntropyPredictor:
         )
         if products is not None:
             prediction = with_quantities(prediction, step, ranks, previous.errors, products)
-        return prediction, update
+        return prediction, step_update
 
     def _without_entropy_gradient(self, reason: Unavailable, test: ResidualTest | None) -> EntropyPrediction:
         """Return the prediction of a step that has no entropy gradient, for this reason."""
@@ -241,13 +243,13 @@ def _updates_of(step: StepData, ranks: Ranks) -> tuple[StepUpdate | None, LeaveO
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
     for span in pieces.spans:
         square += square_norm(span.of(mean))
-    update = StepUpdate(pieces, mean, clip=float(clip_factors(ranks.reduce(square), max_grad_norm)))
+    step_update = StepUpdate(pieces, mean, clip=float(clip_factors(ranks.reduce(square), max_grad_norm)))
     if not layout.is_large and not step.optimizer.rounding_reason:
-        update = dataclasses.replace(update, vector=compute_update(layout, update))
+        step_update = dataclasses.replace(step_update, vector=compute_update(layout, step_update))
     if gradients.by_fold is None or _forward_reason(step):
-        return update, None
+        return step_update, None
     folds = FoldMeans.of(mean, gradients.by_fold, step.batch.fold_sizes)
-    return update, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks, update)
+    return step_update, LeaveOneOutUpdates(pieces, folds, max_grad_norm, ranks, step_update)
 
 
 def _receiver_of(
@@ -268,9 +270,9 @@ def _multiply(gradients: Sequence[FoldVectors], products: FoldProducts, folds: r
             receiver.take(bucket, 0, x)
 
 
-def _num_bytes(update: StepUpdate | None, products: FoldProducts | None, gradients: Sequence[FoldVectors]) -> int:
+def _num_bytes(step_update: StepUpdate | None, products: FoldProducts | None, gradients: Sequence[FoldVectors]) -> int:
     """Return the size of the vectors that a prediction holds beside the previous update."""
     vectors = [] if products is None else [*products.gradient_sums]
-    if update is not None and update.vector is not None:
-        vectors.append(update.vector)
+    if step_update is not None and step_update.vector is not None:
+        vectors.append(step_update.vector)
     return sum(map(num_bytes, vectors)) + sum(by_fold.num_bytes for by_fold in gradients)

@@ -95,21 +95,23 @@ class PreviousUpdate:
             return STEP_NOT_MEASURED.formatted(step=step - 1)
         return self._reason
 
-    def advance(self, step: StepData, prediction: EntropyPrediction, update: StepUpdate | None) -> EntropyPrediction:
+    def advance(
+        self, step: StepData, prediction: EntropyPrediction, step_update: StepUpdate | None
+    ) -> EntropyPrediction:
         """Put a predicted step's δθ in the place of the previous one, and return the prediction with it.
 
-        Unless `update` has it as a vector, it is written over the previous one. So call this only once everything has
-        been multiplied with that.
+        Unless `step_update` has it as a vector, it is written over the previous one. So call this only once everything
+        has been multiplied with that.
 
         Args:
             step: The step, before it is taken.
-            prediction, update: From `EntropyPredictor.predict`.
+            prediction, step_update: From `EntropyPredictor.predict`.
         """
         if prediction.reason and not prediction.is_seen_in_scores:
             self.keep_nothing(step.number, prediction.reason)
             return prediction
         weights = step.weights
-        unrounded = rounded = self._write_over(update)
+        unrounded = rounded = self._write_over(step_update)
         if unrounded is not None and step.optimizer.rounding_reason:
             by_name = self._layout.by_name(unrounded)
             rounded = self._layout.vector(rounded_update(weight, by_name[name]) for name, weight in weights.items())
@@ -122,14 +124,14 @@ class PreviousUpdate:
         peak_bytes = max(prediction.peak_bytes, num_bytes_after)
         return dataclasses.replace(prediction, unrounded_update=unrounded, update=rounded, peak_bytes=peak_bytes)
 
-    def _write_over(self, update: StepUpdate | None) -> Vector | None:
-        """Return δθ before rounding, written over the previous one unless `update` has it as a vector."""
+    def _write_over(self, step_update: StepUpdate | None) -> Vector | None:
+        """Return δθ before rounding, written over the previous one unless `step_update` has it as a vector."""
         previous = self.update
         self.update = None
         self._reason = STEP_TAKEN_AGAIN  # stays if what follows fails
-        if update is None:
+        if step_update is None:
             return None
-        return update.vector or compute_update(self._layout, update, previous)
+        return step_update.vector or compute_update(self._layout, step_update, previous)
 
     def keep_nothing(self, step: int, reason: Unavailable) -> None:
         """Record a step without keeping its δθ, for this reason."""
@@ -141,8 +143,8 @@ class PreviousUpdate:
         """Calculate δθ from the weights after a step, if the weights before it are kept."""
         if self._old_weights and self.step == step:
             dtype = self._layout.dtype
-            changes = (weights[name].to(dtype) - old.to(dtype) for name, old in self._old_weights.items())
-            self.update = self._layout.vector(changes)
+            differences = (weights[name].to(dtype) - old.to(dtype) for name, old in self._old_weights.items())
+            self.update = self._layout.vector(differences)
             self._old_weights = {}
 
     def forget(self, reason: Unavailable) -> None:

@@ -60,11 +60,11 @@ class _LeaveOneOutProducts:
             denominator: Of X, as an index.
             x: X_k in this piece, (…, n).
         """
-        update = self.updates.update
-        entries = None if update.vector is None else piece.of(update.vector)
+        step_update = self.updates.step_update
+        entries = None if step_update.vector is None else piece.of(step_update.vector)
         terms = self.updates.clipped.terms_without(folds, piece)
         fusion = self.updates.pieces.layout.fusion
-        sums = fusion.sums(_products_of_fold, piece.sizes, piece, x, update.clip_tensor, entries, *terms)
+        sums = fusion.sums(_products_of_fold, piece.sizes, piece, x, step_update.clip_tensor, entries, *terms)
         with_update = sums[: -len(CAUSES)]  # by cause, or one number if the update is a vector
         without_fold = sums[-len(CAUSES) :]
         self.without_fold[folds, :, piece.parameter_indices, denominator] += without_fold.movedim(0, -2)
@@ -91,7 +91,7 @@ class _LeaveOneOutProducts:
         by_cause = torch.zeros_like(self.without_fold[:, :, 0])
         for piece in self.updates.pieces:
             for denominator, total in enumerate(gradient_sums):
-                by_cause[..., denominator] += self.updates.changes(piece, piece.of(total))
+                by_cause[..., denominator] += self.updates.difference_products(piece, piece.of(total))
         own_effect = sizes.view(-1, 1) * (self.forward() - self.with_update)
         corrections = by_cause.sum(dim=1) - own_effect
         by_cause *= (1.0 - sizes / sizes.sum()).view(-1, 1, 1)
@@ -108,7 +108,7 @@ class FoldProducts:
         layout: The layout of all vectors.
         sizes: n_k, (K,) fp64.
         attribution: The splits of `forward`.
-        update: The update of the step. None if the optimizer has no formula.
+        step_update: How the update of the step is calculated. None if the optimizer has no formula.
         leave_one_out: The updates without each fold. None if no fold can be left out.
         previous: The previous step's update. None if unknown.
         settings: Whether there is an X per sequence, and whether products with unclipped updates are wanted.
@@ -119,7 +119,7 @@ class FoldProducts:
         layout: Layout,
         sizes: Tensor,
         attribution: Attribution,
-        update: StepUpdate | None,
+        step_update: StepUpdate | None,
         leave_one_out: LeaveOneOutUpdates | None,
         previous: Vector | None,
         settings: EntropySettings,
@@ -127,7 +127,7 @@ class FoldProducts:
         self._layout = layout
         self._sizes = sizes
         self._attribution = attribution
-        self._update = update
+        self._step_update = step_update
         self._previous = previous
         self._num_denominators = 1 + settings.per_sequence
         self.gradient_sums: list[Vector] = []  # S for each denominator
@@ -168,7 +168,7 @@ class FoldProducts:
             total = self.gradient_sums[denominator][bucket][columns]
             for part, size in zip(x, self._sizes[folds.start : folds.stop].tolist(), strict=True):
                 total.add_(part, alpha=size)
-        pieces = [] if self._update is None else [*self._update.pieces.within(bucket, columns)]
+        pieces = [] if self._step_update is None else [*self._step_update.pieces.within(bucket, columns)]
         for chosen, part in self._split(folds, x):
             if self._previous is not None:
                 previous = self._previous[bucket][columns]
@@ -186,12 +186,12 @@ class FoldProducts:
 
     def _multiply(self, piece: OptimizerPiece, folds: int | slice, denominator: int, x: Tensor) -> None:
         """Multiply X_k, (…, n), with the updates of a piece."""
-        update = self._update
-        assert update is not None
+        step_update = self._step_update
+        assert step_update is not None
         if self._forward is not None:
             self._forward.add(piece, folds, denominator, x)
         else:
-            terms = x, piece.of(update.mean), update.clip_tensor
+            terms = x, piece.of(step_update.mean), step_update.clip_tensor
             products = self._layout.fusion.sums(update_products, piece.sizes, piece, *terms)
             self._reuse[folds, denominator] += products.sum(dim=(0, -1))
         if self._unclipped is not None and self._unclipped is not self._forward:
@@ -211,7 +211,7 @@ class FoldProducts:
         products = torch.full_like(corrections, torch.nan)
         if self._previous is not None:
             products[:, BACKWARD] = self._backward
-        if self._update is not None:
+        if self._step_update is not None:
             products[:, REUSE] = self._reuse
         if self._forward is not None:
             products[:, FORWARD] = self._forward.forward()

@@ -118,5 +118,5 @@ def reward_products(
         unknown = torch.full((len(fold_sizes),), torch.nan, dtype=torch.float64)
         return unknown, unknown
     direction = Direction(updates.gradient.by_fold, updates.gradient.mean, factor)
-    ((by_fold, corrections),) = ChangedUpdates(updates).products([None], [direction])
-    return fold_sizes * by_fold.squeeze(1), corrections.squeeze(1)
+    ((fold_products, corrections),) = ChangedUpdates(updates).products([None], [direction])
+    return fold_sizes * fold_products.squeeze(1), corrections.squeeze(1)

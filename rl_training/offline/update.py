@@ -56,7 +56,7 @@ class Update:
     @property
     def whole(self) -> StepUpdate:
         """δθ piece by piece, and the clipping factor."""
-        return self.without.update
+        return self.without.step_update
 
 
 def make_update(

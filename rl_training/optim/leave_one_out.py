@@ -142,7 +142,7 @@ class LeaveOneOutUpdates:
         gradient: The gradient by fold, before clipping.
         max_grad_norm: The clipping threshold.
         ranks: The ranks over which entries are spread.
-        update: The update of the step, from all folds. None: it is not clipped.
+        step_update: That of the step, from all folds. None: it is not clipped.
     """
 
     def __init__(
@@ -151,13 +151,13 @@ class LeaveOneOutUpdates:
         gradient: FoldMeans,
         max_grad_norm: float,
         ranks: Ranks,
-        update: StepUpdate | None = None,
+        step_update: StepUpdate | None = None,
     ) -> None:
         self.pieces = pieces
         self.gradient = gradient
         self.max_grad_norm = max_grad_norm
         self.ranks = ranks
-        self.update = update or StepUpdate(pieces, gradient.mean, clip=1.0)
+        self.step_update = step_update or StepUpdate(pieces, gradient.mean, clip=1.0)
         # The clipping factor of the gradient without each fold, (K,) fp64 in host memory.
         self.clips = torch.ones(len(gradient.sizes), dtype=torch.float64)
         if not math.isinf(max_grad_norm):
@@ -170,17 +170,17 @@ class LeaveOneOutUpdates:
     @property
     def is_clipped(self) -> bool:
         """Whether the step's gradient, or that without some fold, is clipped."""
-        return self.update.clip != 1.0 or bool((self.clips != 1.0).any())
+        return self.step_update.clip != 1.0 or bool((self.clips != 1.0).any())
 
     def unclipped(self) -> LeaveOneOutUpdates:
         """Return the updates that the optimizer would make if nothing were clipped."""
         return LeaveOneOutUpdates(self.pieces, self.gradient, math.inf, self.ranks)
 
-    def changes(self, piece: OptimizerPiece, x: Tensor) -> Tensor:
-        """Return how leaving out each fold changes the parts of the update in this piece, times x, (K, causes) fp64.
+    def difference_products(self, piece: OptimizerPiece, x: Tensor) -> Tensor:
+        """Return x · (δθ_(−l) − δθ) in this piece for each fold l, by cause, (K, causes) fp64.
 
-        It is linear in the change of the gradient where the optimizer's step is smooth, which takes one product for
-        each fold, to a relative precision of about 1e-5. Elsewhere each step is calculated again.
+        The difference is linear in that of the gradients where the optimizer's step is smooth, which takes one product
+        for each fold, to a relative precision of about 1e-5. Elsewhere each step is calculated again.
 
         Args:
             piece: The piece.
@@ -190,7 +190,7 @@ class LeaveOneOutUpdates:
         gradient = self.clipped
         sizes = (len(x),)
         mean = piece.of(gradient.mean)
-        factor = self.update.clip_tensor
+        factor = self.step_update.clip_tensor
         if piece.is_smooth:
             by_fold = gradient.entries_by_fold(piece)
             sums = fusion.sums(slope_products, sizes, piece, x, mean, factor, by_fold, is_rough=True)
@@ -198,7 +198,7 @@ class LeaveOneOutUpdates:
             with_mean = sums[:, :1].T
             with_folds = sums[:, 1:].T
             without = gradient.mean_coefficient * with_mean + gradient.fold_coefficient * with_folds
-            return without - self.update.clip * with_mean
+            return without - self.step_update.clip * with_mean
         with_update = fusion.sums(update_products, sizes, piece, x, mean, factor)
         folds = range(len(self.clips))
         terms = (gradient.terms_without(fold, piece) for fold in folds)

@@ -217,9 +217,9 @@ def clip_factors(square_norm: Tensor, max_grad_norm: float) -> Tensor:
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """The update δθ of a step by the optimizer's formula.
+    """What the update δθ of a step is made of, by the optimizer's formula.
 
-    Small models keep it as a vector. Otherwise it is calculated piece by piece, wherever it is multiplied.
+    Small models keep δθ as a vector. Otherwise it is calculated piece by piece, wherever it is multiplied.
     """
 
     pieces: OptimizerPieces
@@ -245,13 +245,13 @@ def scaled(mean: Tensor, factor: Tensor | None) -> Tensor:
     return mean if factor is None else factor * mean
 
 
-def compute_update(layout: Layout, update: StepUpdate, out: Vector | None = None) -> Vector:
+def compute_update(layout: Layout, step_update: StepUpdate, out: Vector | None = None) -> Vector:
     """Return δθ of a step before the weights are rounded, as a vector, written over `out` if it is given."""
     out = out or layout.zeros()
-    for piece in update.pieces:
-        arguments = piece, piece.of(update.mean), update.clip_tensor
-        change = layout.fusion.entries(_unrounded, BLOCK, len(piece.param), *arguments)
-        piece.of(out).copy_((_unrounded(*arguments) if change is None else change).view(-1))
+    for piece in step_update.pieces:
+        arguments = piece, piece.of(step_update.mean), step_update.clip_tensor
+        entries = layout.fusion.entries(_unrounded, BLOCK, len(piece.param), *arguments)
+        piece.of(out).copy_((_unrounded(*arguments) if entries is None else entries).view(-1))
     return out
 
 

@@ -89,9 +89,9 @@ class GroundTruthProbe(Probe):
 
     def measure(self, ctx: StepContext, state: Any) -> BufferReading:
         step = ctx.step
-        no_truth, change = ctx.reasons.no_fresh_responses, ctx.prediction
-        num_targets = 1 + change.settings.per_sequence
-        reason = no_truth or change.reason or step.optimizer.reason
+        no_truth = ctx.reasons.no_fresh_responses
+        num_targets = 1 + ctx.prediction.settings.per_sequence
+        reason = no_truth or ctx.prediction.reason or step.optimizer.reason
         names = [f"{name}{suffix}" for name in PREDICTED for suffix in SUFFIXES[:num_targets]]
         missing = dict.fromkeys(names, Estimate.missing(reason or "not measured yet"))
         if no_truth:

@@ -136,41 +136,41 @@ class SimpleEntropyProbe(Probe):
         return TrapezoidSum.empty(len(DENOMINATORS))
 
     def measure(self, ctx: StepContext, state: TrapezoidSum) -> Reading:
-        change = ctx.prediction
-        if change.reason:
-            reading = self._without_entropy_gradient(ctx, change, state, change.reason)
+        prediction = ctx.prediction
+        if prediction.reason:
+            reading = self._without_entropy_gradient(ctx, prediction, state, prediction.reason)
         else:
-            reading = self._reading(ctx, change, state)
+            reading = self._reading(ctx, prediction, state)
         if not self.per_sequence:
             return reading
         return dataclasses.replace(reading, measured={**reading.measured, TRUNCATED: ctx.truncated_share()})
 
     def _without_entropy_gradient(
-        self, ctx: StepContext, change: EntropyPrediction, state: TrapezoidSum, reason: Unavailable
+        self, ctx: StepContext, prediction: EntropyPrediction, state: TrapezoidSum, reason: Unavailable
     ) -> Reading:
         missing = Estimate.missing(reason)
-        names = (*quantity_names(change.labels), *SUMS)
+        names = (*quantity_names(prediction.labels), *SUMS)
         predicted = {metric: missing for name in names if name not in MEASURED for metric in self._metrics(name)}
         measured = {metric: missing for name in MEASURED for metric in self._metrics(name)}
         if ctx.reasons.sampling_mismatch:
             measured |= visited_entropy(ctx)
         return Reading(predicted, measured, state)
 
-    def _reading(self, ctx: StepContext, change: EntropyPrediction, state: TrapezoidSum) -> Reading:
-        half_step_stderr = change.half_step_stderr
+    def _reading(self, ctx: StepContext, prediction: EntropyPrediction, state: TrapezoidSum) -> Reading:
+        half_step_stderr = prediction.half_step_stderr
         assert half_step_stderr is not None
-        level, forward, backward = (change.quantities[name] for name in ("entropy", "forward", "backward"))
+        level, forward, backward = (prediction.quantities[name] for name in ("entropy", "forward", "backward"))
         state, closed = state.add(ctx.step.number, level, forward, backward, half_step_stderr)
         predicted = dict[str, Estimate]()
         measured = dict[str, Estimate]()
         copied_groups = ctx.step.batch.copies.reason
         few = copied_groups and copied_groups.prefixed("no error bar")
-        for quantity in (*change.quantities.values(), *closed):
+        for quantity in (*prediction.quantities.values(), *closed):
             estimates = quantity.estimates(ctx.step.batch.num_folds, few)
             by_metric = zip(self._metrics(quantity.name), estimates, strict=False)
             (measured if quantity.name in MEASURED else predicted).update(by_metric)
-        if change.reward_reason and not change.forward_reason:
-            predicted[REWARD] = Estimate.missing(change.reward_reason)
+        if prediction.reward_reason and not prediction.forward_reason:
+            predicted[REWARD] = Estimate.missing(prediction.reward_reason)
         return Reading(predicted, measured, state)
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:

@@ -156,5 +156,5 @@ def step_of(
         return StepContext(step, passes)
     predictor = EntropyPredictor(entropy, Attribution(shard.layout.names), passes)
     previous = PreviousUpdate(shard)
-    prediction, update = predictor.predict(step, Need.ENTROPY_CHANGE, previous)
-    return StepContext(step, passes, previous.advance(step, prediction, update))
+    prediction, step_update = predictor.predict(step, Need.ENTROPY_CHANGE, previous)
+    return StepContext(step, passes, previous.advance(step, prediction, step_update))
