@@ -9,7 +9,6 @@ from rl_training.engine.requirements import Requirements
 from rl_training.entropy.reward_gradient import OTHER_LOSS
 from rl_training.optim.state import view_optimizer
 from rl_training.parallel.sharding import Shard
-from rl_training.policy.buffers import batch_norm_remark
 from rl_training.policy.dropout import dropout_remark
 from rl_training.statistics.jackknife import stderr_reason
 from rl_training.step.folds import DEFAULT_NUM_FOLDS
@@ -40,8 +39,7 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
     before_plan = [sentence for sentence in (*warnings[:1], loop.opening) if sentence]
     if before_plan:
         plan = ". ".join([*before_plan, plan[0].upper() + plan[1:]])
-    model = loop.policy.model
-    remarks = [*_rounding_remarks(loop.shard, needs), dropout_remark(model), batch_norm_remark(model)]
+    remarks = [*_rounding_remarks(loop.shard, needs), dropout_remark(loop.policy.model)]
     lines = [plan, *warnings[1:], *_other_warnings(loop, needs), *remarks]
     return [line for line in lines if line]
 

@@ -10,19 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-BATCH_NORM = (
-    "batch norm is on: scores of a sequence depend on the others in its pass and on their padding, and probes' passes "
-    "have others, so predictions and undeclared loss terms are not to be trusted: freeze it, {layer}.eval()"
-)
 MAX_ENTRIES = 2**18  # of a buffer that is preserved: larger ones are masks, tables or quantized weights
-
-
-def batch_norm_remark(model: nn.Module) -> str:
-    """Return what a layer that averages over the rows of a pass means for the estimates; "" if the model has none."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            return BATCH_NORM.format(layer=f"model.{name}")
-    return ""
 
 
 @contextlib.contextmanager

@@ -114,10 +114,7 @@ def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 
 def half_dtypes(output: Tensor) -> set[torch.dtype]:
-    """Return the floating dtypes below fp32 that occur in the graph of a tensor: what its forward pass computed in.
-
-    A compiled part of the pass is a single node, of which only the tensors that it saves show the dtype.
-    """
+    """Return the floating dtypes below fp32 that occur in the graph of a tensor: what its forward pass computed in."""
     pending: list[Any] = [output.grad_fn]
     visited: set[Any] = set()
     dtypes: set[torch.dtype] = set()
@@ -125,26 +122,9 @@ def half_dtypes(output: Tensor) -> set[torch.dtype]:
         node = pending.pop()
         if node is not None and node not in visited:
             visited.add(node)
-            dtypes |= {metadata.dtype for metadata in node._input_metadata} | _saved_dtypes(node)
+            dtypes |= {metadata.dtype for metadata in node._input_metadata}
             pending.extend(next_node for next_node, _ in node.next_functions)
     return {dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize < 4}
-
-
-def _saved_dtypes(node: Any) -> set[torch.dtype]:
-    """Return the dtypes of the tensors that a compiled function, or one written in Python, saves for its backward.
-
-    To read them would run checkpointed layers. A hook is given them without that, and is refused where one is set.
-    """
-    dtypes: set[torch.dtype] = set()
-
-    def look(saved: Tensor) -> Tensor:
-        dtypes.add(saved.dtype)
-        return saved
-
-    for saved in getattr(node, "_raw_saved_tensors", ()):
-        with contextlib.suppress(RuntimeError):  # checkpointed, or None
-            saved.register_hooks(look, lambda unchanged: unchanged)
-    return dtypes
 
 
 def attention_in_fp32(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, GPTNeoConfig, LlamaConfig
 from trl.trainer.utils import disable_dropout_in_model
 
 from rl_training.policy import linear_head
 from rl_training.policy.dropout import dropout_remark, has_dropout
 from rl_training.policy.linear_head import LogitMap, scores_of_hidden
-from rl_training.policy.precision import half_dtypes, ieee_fp32, isolated_from_training
+from rl_training.policy.precision import ieee_fp32, isolated_from_training
 
 BACKENDS: Any = torch.backends
 SETTINGS = {
@@ -264,35 +263,6 @@ def test_dropout_is_found_where_a_module_passes_a_number_of_its_own_to_a_functio
     """Without it the noise of these passes would be taken for another sampler."""
     module, rows = model(share).train(), torch.randn(4, 8)
     assert has_dropout(module) == (not torch.equal(module(rows), module(rows))) == drops_out
-
-
-class HiddenProduct(torch.autograd.Function):
-    """A product in bf16 whose input and output are in fp32: a single node, as `torch.compile` makes of a whole pass."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows.bfloat16(), None)
-        return (rows.bfloat16() @ rows.bfloat16().T).float()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        rows, _ = ctx.saved_tensors
-        return ((gradient + gradient.T).bfloat16() @ rows).float()
-
-
-def test_half_precision_inside_a_compiled_function_is_seen_and_checkpointed_functions_do_not_run_for_it() -> None:
-    rows, passes = torch.ones(2, 3, requires_grad=True), []
-
-    def multiply(rows: Tensor) -> Tensor:
-        passes.append(1)
-        return HiddenProduct.apply(rows)  # type: ignore[no-any-return]
-
-    product, checkpointed = multiply(rows), checkpoint(multiply, rows, use_reentrant=False)
-    assert half_dtypes(product) == {torch.bfloat16}
-    assert half_dtypes(checkpointed) == set()
-    assert len(passes) == 2
-    gradients = [torch.autograd.grad(output.sum(), rows)[0] for output in (product, checkpointed)]
-    assert torch.equal(*gradients)
 
 
 def half_precision_scores() -> list[Tensor]:

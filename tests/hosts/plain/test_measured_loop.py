@@ -581,18 +581,6 @@ def test_autocast_that_the_loop_does_not_declare_is_refused_with_what_to_type() 
     assert math.isfinite(train(*declared, steps=1, forward=halved)[0]["entropy/token"].value)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_loop_begins_with_a_line_on_batch_norm_unless_it_is_frozen(caplog, is_frozen: bool) -> None:
-    """Its passes are of other rows than the loop's: a fold's gradient would look as if the loss had another term."""
-    model = load_tiny()[0]
-    model.model.layers[0].norm = norm = torch.nn.BatchNorm1d(4)
-    _, _, measured = new_loop([SimpleEntropyProbe()], model=model)
-    norm.train(not is_frozen)
-    with measured:
-        said = [line for line in caplog.messages if "batch norm" in line]
-    assert [line.endswith(": freeze it, model.model.layers.0.norm.eval()") for line in said] == [True] * (not is_frozen)
-
-
 def test_each_process_samples_its_own_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one seed each process draws different numbers, reproducibly. They take prompts 0, 2, … and 1, 3, …."""
 
