@@ -1,30 +1,21 @@
 """Whether a model draws random numbers in its forward pass: dropout that acts, router jitter, noise on embeddings.
 
-Dropout is looked for in layers, numbers and code, because a config also holds probabilities that nothing reads. It is
-not found if a module passes a probability of its own, under a name without "drop", to a function that is not torch's,
-or in a variable.
+Dropout is looked for in layers, numbers and code, because a config also holds probabilities that nothing reads.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import operator
-import textwrap
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import nn
 
 DROPOUT = (
     "dropout is on, and training draws other masks than probes do: an undeclared loss term, another temperature or "
     "another policy's log-probabilities are noticed only where they change more than dropout does: declare them"
 )
-DROPOUT_FUNCTIONS = frozenset(name for name in (*dir(nn.functional), *dir(torch)) if "dropout" in name)
-DEFAULT_SHARE = 0.5  # of torch's dropout functions
 MOST_DECORATORS = 20  # around one function; more, and an object wraps itself
 DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
 
@@ -64,12 +55,12 @@ def _applies_dropout(module: nn.Module, options: Set[str]) -> bool:
     attributes = vars(module)
     if _positive_numbers(attributes, "drop"):
         return True
+    candidates = options - attributes.keys()
+    if not candidates:
+        return False
     methods: list[Mapping[str, object]] = [vars(kind) for kind in type(module).__mro__ if not _is_general(kind)]
     methods.append({name: attributes[name] for name in ("forward",) if name in attributes})  # of this module alone
-    if any(_calls_dropout(module, functions) for functions in methods):
-        return True
-    candidates = options - attributes.keys()
-    return bool(candidates) and any(_may_read(candidates, functions) for functions in methods)
+    return any(_may_read(candidates, functions) for functions in methods)
 
 
 def _config_options(model: nn.Module) -> dict[str, Any]:
@@ -80,17 +71,13 @@ def _config_options(model: nn.Module) -> dict[str, Any]:
 
 def _positive_numbers(values: Mapping[str, Any], word: str) -> set[str]:
     """Return the names that contain a word and whose values are floats above 0."""
-    return {name for name, value in values.items() if word in name and _is_positive(value)}
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, float) and value > 0
+    return {name for name, value in values.items() if word in name and isinstance(value, float) and value > 0}
 
 
 def _is_general(kind: type) -> bool:
-    """Return whether a class is torch's, or a base of any model, which only reads dropout to choose an attention."""
+    """Return whether a class is a base of any model. PreTrainedModel only reads dropout to choose an attention."""
     is_of_transformers = kind.__module__.startswith("transformers.") and ".models." not in kind.__module__
-    return kind is object or kind.__module__.startswith("torch.nn.") or is_of_transformers
+    return kind in (nn.Module, object) or is_of_transformers
 
 
 def _may_read(options: Set[str], methods: Mapping[str, object]) -> bool:
@@ -105,53 +92,6 @@ def _may_read(options: Set[str], methods: Mapping[str, object]) -> bool:
         if code is not None and not options.isdisjoint(_names_in_code(code)):
             return True
     return False
-
-
-def _calls_dropout(module: nn.Module, methods: Mapping[str, object]) -> bool:
-    """Return whether a method passes a positive number to a dropout function: its own, or one of this module's."""
-    codes = (_code_of(value) for name, value in methods.items() if name != "__init__")
-    shares = {share for code in codes if code is not None for share in _shares_in_code(code)}
-    return any(_is_positive(_value_of(module, share) if isinstance(share, str) else share) for share in shares)
-
-
-def _value_of(module: nn.Module, path: str) -> object:
-    """Return an attribute of a module, or of one of its attributes (`args.p`); None if it has no such attribute."""
-    try:
-        return operator.attrgetter(path)(module)
-    except AttributeError:
-        return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _shares_in_code(code: CodeType) -> frozenset[str | float]:
-    """Return what a method passes to dropout functions: numbers, and names of attributes of its first argument.
-
-    Empty if its source cannot be read.
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError):
-        return frozenset()
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return frozenset(share for call in calls for share in _shares_of_call(call, code))
-
-
-def _shares_of_call(call: ast.Call, code: CodeType) -> Iterator[str | float]:
-    """Yield the numbers, and the attributes of a method's first argument, in the probability that a call is given."""
-    first = code.co_varnames[0] if code.co_argcount else ""
-    function = ast.unparse(call.func)
-    root, name = function.partition(".")[0], function.rpartition(".")[2]
-    given = [keyword.value for keyword in call.keywords if keyword.arg == "dropout_p"]  # of torch's attention
-    is_layer = root in {*code.co_varnames, *code.co_cellvars}  # self.dropout(x), or dropout = self.layers[name]
-    if name in DROPOUT_FUNCTIONS and not is_layer:
-        given += [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "p")]
-        if not given:
-            yield DEFAULT_SHARE
-    for node in (node for value in given for node in ast.walk(value)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, float):
-            yield node.value
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith(f"{first}."):
-            yield ast.unparse(node).removeprefix(f"{first}.")
 
 
 def _code_of(value: object) -> CodeType | None:

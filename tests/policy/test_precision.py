@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,73 +195,6 @@ def test_a_module_whose_code_cannot_be_read_is_taken_to_apply_the_dropout_of_the
     assert has_dropout(model)
     model.config.other_dropout = 0.0
     assert not has_dropout(model)
-
-
-class HasNumber(nn.Module):
-    """A layer with a probability under another name, and no config; its subclasses pass it on in several ways."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.p = share
-        self.settings = SimpleNamespace(share=share)
-        self.scale = 0.5
-
-
-class OfItsOwn(HasNumber):
-    def forward(self, rows: Tensor) -> Tensor:
-        return nn.functional.dropout(rows * self.scale, self.p, self.training)
-
-
-class OfItsSettings(HasNumber):
-    def forward(self, rows: Tensor) -> Tensor:
-        def drop(part: Tensor) -> Tensor:
-            return torch.alpha_dropout(part, train=self.training, p=self.settings.share)
-
-        return drop(rows * self.scale)
-
-
-class OfAttention(HasNumber):
-    def forward(self, rows: Tensor) -> Tensor:
-        attend = nn.functional.scaled_dot_product_attention
-        return attend(rows, rows, rows, dropout_p=self.p if self.training else 0.0)
-
-
-class OfAFunction(HasNumber):
-    def forward(self, rows: Tensor) -> Tensor:
-        return nn.functional.dropout(rows, training=self.training) if self.p else rows
-
-
-class OfALayer(HasNumber):
-    """Calls layers of that name, which drop nothing, as an adapter of peft does."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__(share)
-        self.layers = nn.ModuleDict({"dropout": nn.Identity()})
-
-    def forward(self, rows: Tensor) -> Tensor:
-        dropout = self.layers["dropout"]
-        return self.layers.dropout(dropout(rows))
-
-
-@pytest.mark.parametrize(
-    ("model", "share", "drops_out"),
-    [
-        (OfItsOwn, 0.3, True),
-        (OfItsOwn, 0.0, False),
-        (OfItsSettings, 0.3, True),
-        (OfItsSettings, 0.0, False),
-        (OfAttention, 0.3, True),
-        (OfAttention, 0.0, False),
-        (OfAFunction, 0.3, True),
-        (OfALayer, 0.3, False),
-    ],
-)
-def test_dropout_is_found_where_a_module_passes_a_number_of_its_own_to_a_function_of_torch(
-    model: type[HasNumber], share: float, drops_out: bool
-) -> None:
-    """Without it the noise of these passes would be taken for another sampler."""
-    module, rows = model(share).train(), torch.randn(4, 8)
-    assert has_dropout(module) == (not torch.equal(module(rows), module(rows))) == drops_out
 
 
 def half_precision_scores() -> list[Tensor]:
