@@ -74,8 +74,8 @@ class Fixes:
 class Reasons:
     """Facts that keep something from being measured at a step, or in a whole training run. None: it is not so.
 
-    None of them follows from the others. Beside each stands what it takes away: numbers, or one of the properties
-    below. engine/step_reasons.py says when each becomes known.
+    Beside each stands what it takes away: numbers, or one of the properties below. engine/step_reasons.py says when
+    each becomes known.
     """
 
     # The policy that probes score is not the one that samples: `sampling_mismatch` and `no_fresh_responses`.

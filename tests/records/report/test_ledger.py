@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -87,9 +88,10 @@ def test_the_rows_add_up_to_the_measured_change_with_or_without_missing_steps(tm
 def test_of_several_predictions_about_one_step_the_last_recorded_counts(tmp_path: Path) -> None:
     account = log_ledger(tmp_path, 0)
     file = tmp_path / "logs" / "probes.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    earlier = next(line for line in lines if '"delta_h/backward"' in line and '"about_step": 7' in line)
-    file.write_text("".join([earlier.replace('"step": 8', '"step": 0'), *lines]))
+    lines = file.read_text()
+    rows = [json.loads(line) for line in lines.splitlines()]
+    later = next(row for row in rows if (row["name"], row["about_step"]) == ("delta_h/backward", 7))
+    file.write_text(json.dumps(later | {"step": 0, "value": 1.0}) + "\n" + lines)
     assert ledger_of(read_run(tmp_path)) == account
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ logger = logging.get_logger(__name__)
 
 ANOTHER_FOLDER_FIX = "give attach another folder"
 TERMINATION = "the report is written when this step ends, and then the signal ends this process"
-NO_REPORT = " before the report was written: rl-training report {folder}"
+NO_REPORT = " before the report was written: rl-training report {folder} writes it, if a step has been logged"
 MAKE_ROOM = "make room, then go on with trainer.train(resume_from_checkpoint=True)"
 
 
@@ -87,7 +88,7 @@ class AttachedRun(Destination):
         """
         self._request = request_of_process(signal.SIGTERM)
         if self._request is None and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            no_report = NO_REPORT.format(folder=self.folder)
+            no_report = NO_REPORT.format(folder=shlex.quote(str(self.folder)))
             self._request = EndRequest([signal.SIGTERM], TERMINATION, loss=no_report, ends_forks=True)
             self._end_of_listening.enter_context(self._request.listening())
 
@@ -103,11 +104,11 @@ class AttachedRun(Destination):
         return self.is_told_to_end
 
     def obey_signal(self) -> None:
+        self._end_of_listening.close()  # a rank that waits below runs no handler: a second signal ends it at once
         if self._is_agreed:
             # A launcher sends a second signal to the first rank, which writes the report, once another has ended.
             with contextlib.suppress(RuntimeError):  # perhaps that has ended
                 PartialState().wait_for_everyone()
-        self._end_of_listening.close()
         if self.is_told_to_end:
             end_process(signal.SIGTERM)
 
