@@ -55,7 +55,7 @@ def _plan(loop: LoopSpec, requirements: Requirements, num_folds: int, *, is_reco
         f"probes measure {_pluralize(num_folds, 'fold')} of whole prompts a step, from "
         f"{_pluralize(loop.microbatches, 'microbatch')} of {sizes} sequences on "
         f"{processes if loop.ranks.count == 1 else f'each of {processes}'}, and keep "
-        f"{requirements.num_vectors(num_folds, layout)} vectors of {layout.num_bytes / 1e6:.3g} MB on this one"
+        f"{requirements.num_vectors(loop):g} vectors of {layout.num_bytes / 1e6:.3g} MB on this one"
     )
     if is_recomputed:
         plan += f"; these folds take a step's forward passes and backwards once more{OF_SCORES}"

@@ -125,8 +125,8 @@ class FoldRecorder:
             self._finish_fold_group(step)
         step.fold_group = fold_group
         is_rounded = self._dtype.itemsize < self.layout.dtype.itemsize
-        sums_passes = is_rounded and len(fold_group.rows_per_pass) > 1  # rounding each pass's sum would add up
-        if step.passing_vectors is None and (step.by_fold is None or sums_passes):
+        is_passing = passes_through(fold_group, step.by_fold is not None, is_rounded)
+        if step.passing_vectors is None and is_passing:
             step.passing_vectors = FoldVectors(self.layout, len(fold_group.folds))
         self.reduction.arm(self._receiver(step, fold_group.folds))
 
@@ -225,3 +225,14 @@ class FoldRecorder:
         for index, fold in enumerate(folds):
             vector = vectors.of_folds(range(index, index + 1))
             step.sq_norms[fold : fold + 1] = square_norms(self.layout, vector, step.sqrt_metric)
+
+
+def passes_through(fold_group: FoldGroup, stores_vectors: bool, is_rounded: bool) -> bool:
+    """Return whether a fold group's vectors are only stored or measured once all of its backwards have run.
+
+    Args:
+        fold_group: The folds and their passes.
+        stores_vectors: Every fold's vector is stored.
+        is_rounded: It is stored in fewer bits, so that rounding the sum at each pass would add up.
+    """
+    return not stores_vectors or (is_rounded and len(fold_group.rows_per_pass) > 1)

@@ -11,12 +11,13 @@ from typing import TypeVar
 import torch
 
 from rl_training.engine.fold_placement import choose_folds, may_recompute, num_folds_in
+from rl_training.engine.fold_recorder import passes_through
 from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe, needs_of
 from rl_training.engine.step_checks import StepChecks
 from rl_training.entropy.data import EntropySettings
 from rl_training.errors import UserError
-from rl_training.parallel.fold_vectors import equivalent_vectors
+from rl_training.parallel.fold_vectors import equivalent_vectors, fold_dtype
 from rl_training.parallel.fusion import Fusion
 from rl_training.parallel.vectors import Layout
 from rl_training.statistics.unavailable import Unavailable
@@ -133,20 +134,38 @@ class Requirements:
         is_default = layout.device.type == "cuda" and layout.is_large
         return Fusion(is_default if self.compile is None else self.compile)
 
-    def num_vectors(self, num_folds: int, layout: Layout) -> int:
-        """Return how many vectors of this rank's entries a measured step holds on the device."""
+    def num_vectors(self, loop: LoopSpec) -> float:
+        """Return how many vectors of this rank's entries a full step holds on the device, rounded up to tenths."""
+        layout = loop.shard.layout
+        num_folds, _ = self.folds_of_full_step(loop)
         fold_vectors = equivalent_vectors(layout, num_folds)
+        num_denominators = 1 + self.entropy.per_sequence
         has_gradient = Need.ENTROPY_GRADIENT in self.needs
         kept = 0.0
-        if Need.FOLD_ENTROPY_GRADIENTS in self.needs or (layout.is_small and has_gradient):
+        if has_gradient and layout.is_small:
+            kept += num_denominators * fold_vectors
+        elif Need.FOLD_ENTROPY_GRADIENTS in self.needs:
             kept += fold_vectors
         if Need.FOLD_GRADIENTS in self.needs:
             kept += equivalent_vectors(layout, num_folds, self.fold_dtype)
-        others = 0
+        others = self._num_passing(loop)
         if has_gradient:
-            others = 2 if layout.is_large else 3  # δθ unless it is large, the previous one, and S
+            others += num_denominators + (1 if layout.is_large else 2)  # S, the previous δθ, and δθ unless it is large
+        if Need.SQ_NORMS in self.needs:
+            others += 1  # √P of Adam's metric
         further = max((probe.num_vectors(fold_vectors) for probe in self.probes), default=0.0)
-        return math.ceil((0.0 if self.offload else kept) + others + further)
+        return math.ceil(10.0 * ((0.0 if self.offload else kept) + others + further)) / 10.0
+
+    def _num_passing(self, loop: LoopSpec) -> int:
+        """Return how many vectors are only passing through while the loop's backwards make them."""
+        if not self.needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS):
+            return 0
+        layout = loop.shard.layout
+        stores_vectors = Need.FOLD_GRADIENTS in self.needs
+        is_rounded = fold_dtype(layout, self.fold_dtype).itemsize < layout.dtype.itemsize
+        fold_groups = self.plan(loop)
+        sizes = [len(part.folds) for part in fold_groups if passes_through(part, stores_vectors, is_rounded)]
+        return max(sizes, default=0)
 
 
 def _agreed(what: str, probes: Sequence[Probe], setting: Callable[[Probe], Setting | None]) -> Setting | None:

@@ -71,8 +71,10 @@ def fold_dtype(layout: Layout, asked: torch.dtype | None = None) -> torch.dtype:
 
 
 def equivalent_vectors(layout: Layout, num_folds: int, asked: torch.dtype | None = None) -> float:
-    """Return how many exact vectors take as much memory as a vector for each fold: in 8 bits a quarter as many."""
-    return num_folds * fold_dtype(layout, asked).itemsize / layout.dtype.itemsize
+    """Return how many exact vectors take as much memory as a vector for each fold: in 8 bits about a quarter."""
+    dtype = fold_dtype(layout, asked)
+    scales = 1.0 / BLOCK if dtype == torch.int8 else 0.0
+    return num_folds * (dtype.itemsize / layout.dtype.itemsize + scales)
 
 
 class FoldVectors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 from seen import Seen
-from trainers import FEW
+from trainers import ALL_OF, FEW, every_probe
 from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe, Reading
+from rl_training.engine import driver
 from rl_training.engine.build_step import StepBuilder
 from rl_training.engine.costs import Costs
 from rl_training.engine.kl_bound import KLBound
@@ -44,11 +46,20 @@ def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 def costs_of(trainer: Any) -> list[dict[str, float]]:
-    """Train, and return the reported costs of each step."""
-    trainer.train()
+    """Train, and return the reported costs of each step. If vectors are announced, no more of them are held."""
+    with pytest.MonkeyPatch.context() as patch:
+        messages: list[str] = []
+        patch.setattr(driver.logger, "warning", messages.append)
+        trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     begin = "probe_cost/"
-    return [{k.removeprefix(begin): v for k, v in line.items() if k.startswith(begin)} for line in lines]
+    costs = [{k.removeprefix(begin): v for k, v in line.items() if k.startswith(begin)} for line in lines]
+    announced = re.search(r"keep (\S+) vectors", "\n".join(messages))
+    if announced:
+        entries = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        held = costs[-1]["buffer_bytes"] / (4 * entries)
+        assert held <= float(announced[1]) <= 4 / 3 * held
+    return costs
 
 
 @pytest.mark.parametrize(
@@ -124,7 +135,7 @@ def test_step_time_runs_from_the_end_of_one_step_to_the_end_of_the_next(make_tra
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             time.sleep(LONG)
 
-    trainer = make_trainer(probes=[EffectiveSampleSizeProbe()], **FEW)
+    trainer = make_trainer(probes=[GradientNoiseScaleProbe(**ALL_OF["gns"])], **FEW)
     trainer.add_callback(Slow())
     begin = time.perf_counter()
     costs = costs_of(trainer)
@@ -134,12 +145,11 @@ def test_step_time_runs_from_the_end_of_one_step_to_the_end_of_the_next(make_tra
 
 def test_reading_costs_changes_nothing_and_is_optional(make_trainer, monkeypatch) -> None:
     """Also: what a step keeps is freed when it ends."""
-    trainer = make_trainer(probes=[SimpleEntropyProbe(), GradientNoiseScaleProbe()], max_steps=1, **FEW)
-    driver = trainer.attachment.driver
+    trainer = make_trainer(probes=every_probe(), max_steps=1, **FEW)
     asked = []
 
     def twice(costs: Costs, by_name: Any = Costs.by_name) -> dict[str, float]:
-        assert driver._started().measurer._fold_recorder.by_fold is None
+        assert trainer.attachment.driver._started().measurer._fold_recorder.by_fold is None
         asked.append(by_name(costs))
         return by_name(costs)
 
