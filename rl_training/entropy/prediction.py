@@ -17,8 +17,8 @@ Where each quantity is calculated, and which reasons make it nan:
                                                                       step/score_check.py: other_scores,
                                                                       not_drawn_by_policy
     entropy             totals_of_folds in fold_gradients.py          no others
-    forward, its        _LeaveOneOutProducts in products.py           `forward_reason`, from _forward_reason: one_fold,
-    splits, unclipped                                                 reused, `no_folds` (engine/step_reasons.py);
+    forward, its        _LeaveOneOutProducts in products.py           `forward_reason`, from _forward_reason: reused,
+    splits, unclipped                                                 `no_folds` (engine/step_reasons.py), as one_fold;
                                                                       the optimizer's, from view_optimizer in
                                                                       optim/state.py: no_formula, not_in_optimizer,
                                                                       no_..._formula of its file
@@ -31,7 +31,7 @@ Where each quantity is calculated, and which reasons make it nan:
     delta_reward/…                                                    reward_gradient: other_loss, other_terms,
                                                                       no_rewards, no_others, relative_rewards,
                                                                       no_sampling_logps
-    every error bar     with_quantities in fold_sums.py               fewer than MIN_FOLDS_STEP folds
+    every error bar     _quantities_of_batch in fold_sums.py          fewer than MIN_FOLDS_STEP folds
 
 All of them are nan if engine/verifier.py finds, after the step, that the optimizer did not follow its formula
 (not_the_formula).
