@@ -81,9 +81,9 @@ def _fold_warning(loop: LoopSpec, requirements: Requirements, num_folds: int, *,
     """Return what is lost because the folds of a full step are too few, or cannot hold whole prompts; "" if nothing."""
     needs = requirements.needs
     # For further passes the position of prompts does not matter.
-    no_folds = loop.reasons.split_prompts or (None if is_recomputed else requirements.no_whole_folds(loop))
-    if no_folds:
-        return f"no prediction, and no noise scale: {no_folds}"
+    reason = loop.reasons.split_prompts or (None if is_recomputed else requirements.no_planned_folds(loop))
+    if reason:
+        return f"no prediction, and no noise scale: {reason}"
     can_recompute = may_recompute(needs, loop.reasons)
     if num_folds < 2:
         missing = [

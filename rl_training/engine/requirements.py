@@ -95,12 +95,12 @@ class Requirements:
             lambda: max(1, loop.num_prompts),
             loop.ranks.count,
             self.num_folds,
-            plan_fails=self.no_whole_folds(loop) is not None,
+            plan_fails=self.no_planned_folds(loop) is not None,
             can_recompute=may_recompute(self.needs, loop.reasons) and loop.num_prompts > 0,
         )
         return num_folds_in(folds), source is FoldSource.RECOMPUTED
 
-    def no_whole_folds(self, loop: LoopSpec) -> Unavailable | None:
+    def no_planned_folds(self, loop: LoopSpec) -> Unavailable | None:
         """Return the reason why planned folds of a full step cannot hold whole prompts, or None."""
         fold_groups = self.plan(loop)
         has_folds_of_ranks = len(fold_groups) == 1 < len(fold_groups[0].folds)
