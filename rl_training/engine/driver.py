@@ -12,7 +12,7 @@ is the schedule's again. A loop may also
 
     leave out plan(…)        if no probe measures the step, and microbatch(…) if nothing reads its scores
     plan(…) again            before the first microbatch
-    skip_step()              before `stepped`: only the step's time is left. Then `finish`, or first `stepped`
+    skip_step()              before `stepped`: only time and costs are left. Then `finish`, or first `stepped`
     fail_step()              at any moment: the step is discarded, and may begin again
     finish_backward()        at any moment, once a backward has ended; drop_backward() once it has failed
     about_to_step()          at any moment, right before the optimizer's step; it counts after `gradients_ready`
@@ -21,8 +21,8 @@ is the schedule's again. A loop may also
 and after any error, its own or of a call, it must call `fail_step` or `close`: a bounded step has changed the rate.
 
 Probes run in these calls alone. Hooks are active from `microbatch` to the next call, while only the loop's
-own backward runs. The driver only reads: parameters and random streams are bitwise the same as without probes, on a GPU
-with deterministic kernels.
+own backward runs. Probes only read: parameters and random streams are bitwise the same as without them, on a GPU with
+deterministic kernels. A set KL changes the learning rate, and without a formula the weights (kl_bound.py).
 """
 
 from __future__ import annotations

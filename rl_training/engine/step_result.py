@@ -12,7 +12,7 @@ from rl_training.statistics.estimate import Estimate
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves when it has ended. Of a step that was discarded, only the time is left."""
+    """What a step leaves when it has ended. Of one that was discarded, only time and costs are left."""
 
     seconds: float  # from the end of the previous step to the end of this one
     rollouts: Sequence[Rollout] = ()  # per microbatch on this rank

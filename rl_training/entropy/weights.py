@@ -15,8 +15,9 @@ The estimate is the mean over sequences of  Σ_k w_k ∂log π(t_k) + u_k ∂h_k
 loo_k is the mean over the OTHER responses to the same prompt that are still alive at k, 0 if there are none.
 The response itself must be left out: a mean that includes it shrinks the estimate by (G−1)/G. The w term must be there:
 without it the estimate is the gradient of the mean measured entropy, which ignores that the visited prefixes change.
-If every sequence answers a different prompt, the baseline is the mean over all other sequences. It removes less noise,
-but it does not depend on the response either, so the estimate stays unbiased. Copies of one response would break this.
+If every sequence answers a different prompt, baseline="buffer" takes the mean over all other sequences. It removes less
+noise, but it does not depend on the response either, so the estimate stays unbiased. Copies of one response would break
+this.
 
 If another policy μ sampled the responses, costs and entropies are weighted by ρ_<k, the ratio π/μ of the tokens
 before k, and the baseline by ρ_≤k, which includes token k (`prefix_ratios`; costs c_k = h_k, or 1 for the length):
