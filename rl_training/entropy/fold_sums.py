@@ -127,10 +127,11 @@ def with_errors(
         level_varies: Whether sums without a fold use the H_tok of the other folds.
     """
     total = FoldSums(terms.table.sum(dim=0))
-    level = float(total.totals[ENTROPY] / total.totals[LENGTH]) if level_varies else 0.0
-    # A level of 0 has no entropy at all: nothing to vary.
+    level = None
+    if level_varies:
+        level = float(total.totals[ENTROPY] / total.totals[LENGTH]) or None  # without any entropy, nothing varies
     values = statistic(total, labels)
-    without = statistic(sums_without(total, terms, corrections, level or None), labels)
+    without = statistic(sums_without(total, terms, corrections, level), labels)
     flat = Replicates(*(torch.cat([*by_name.values()], dim=-1) for by_name in (values, without)))
     errors = flat.stderr.split([len(value) for value in values.values()])
     return {name: (value, error) for (name, value), error in zip(values.items(), errors, strict=True)}
